@@ -1,11 +1,11 @@
 """Task files for tests, and tiny models that are asked by them."""
 
-import json
 import random
 from pathlib import Path
 
 import tiny
 import yaml
+from json_lines import write_rows
 
 from maxstack.evals.task_files import open_tasks
 from maxstack.evals.tasks import Tasks
@@ -93,8 +93,7 @@ def documents(count, seed, said=()):
 def write_tasks(folder: Path, said=(), **changes) -> list[str]:
     """Files of TASKS; their paths."""
     for split, count in {"train": 5, "test": 12}.items():
-        rows = documents(count, split, said)
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{split}.jsonl", documents(count, split, said))
     return [write_task(folder, name, **{**task, **changes}) for name, task in TASKS.items()]
 
 

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 import yaml
+from json_lines import write_rows
 from safetensors.numpy import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizer_files import byte_level
+from tokenizers import processors
 
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -80,30 +81,26 @@ ASKED = ["outer", "spelt", "rolling", "written"]
 
 def write_model(folder: Path, bos: str) -> None:
     """A folder of random weights with a tokenizer of bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[])
-    )
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([BOS, EOS])
+    made = byte_level([BOS, EOS])
     if bos == "added":
         made.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, made.token_to_id(BOS))]
         )
-    folder.mkdir()
-    made.save(str(folder / "tokenizer.json"))
     named = {"eos_token": EOS, "tokenizer_class": "PreTrainedTokenizerFast"}
     named |= {"bos_token": BOS} if bos != "none" else {}
+    ids = {"bos_token_id": made.token_to_id(BOS), "eos_token_id": made.token_to_id(EOS)}
+    write_llama(folder, made, TEMPLATE, named, {"max_position_embeddings": LENGTH} | ids)
+
+
+def write_llama(folder: Path, tokenizer, template: str, named, changes) -> None:
+    """The golden llama with a tokenizer, a table of random weights for it, a chat template, what
+    tokenizer_config.json says, and changes of config.json."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     config = json.loads((GOLDENS / "llama" / "config.json").read_text())
-    config |= {
-        "vocab_size": made.get_vocab_size(),
-        "max_position_embeddings": LENGTH,
-        "bos_token_id": made.token_to_id(BOS),
-        "eos_token_id": made.token_to_id(EOS),
-    }
+    config |= {"vocab_size": tokenizer.get_vocab_size()} | changes
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(GOLDENS / "llama" / "model.safetensors")
     rng = np.random.default_rng(0)
@@ -127,8 +124,7 @@ def write_tasks(folder: Path) -> None:
             }
             for _ in range(count)
         ]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text(text)
+        write_rows(folder / f"{split}.jsonl", rows)
     files = {split: str(folder / f"{split}.jsonl") for split in ("test", "few")}
     for name, fields in TASKS.items():
         task = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files}}

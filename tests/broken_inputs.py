@@ -48,7 +48,7 @@ PIECES = b'[]{}",:\\\0\n\r\t -+.eE0919&*!|>%@`#\xff\xfe\xef\xbb\xbf\xc3\x80'
 NUMBER = re.compile(rb"\d+")
 
 
-ADAPTERS = ("lora-llama",)
+ADAPTER = GOLDENS / "adapters" / "lora-llama"
 
 
 def _json(value: Any) -> bytes:
@@ -139,9 +139,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
         (GOLDENS / name / "config.json").read_bytes()
         for name in ("llama", "gemma3", "qwen3", "deepseek_v3", "gpt2", "llama4")
     ],
-    "adapter": lambda: [
-        (GOLDENS / "adapters" / name / "adapter_config.json").read_bytes() for name in ADAPTERS
-    ],
+    "adapter": lambda: [(ADAPTER / "adapter_config.json").read_bytes()],
     "picture": _pictures,
     "record": _records,
     "compressed": lambda: [gzip.compress(b"a" * 999), zstandard.compress(b"a" * 999)],
@@ -182,10 +180,9 @@ def _modelled(data: bytes, folder: Path) -> None:
 
 def _adapted(data: bytes, folder: Path) -> None:
     _write(folder, "adapter_config.json", data)
-    for name in ADAPTERS:
-        tensors = (GOLDENS / "adapters" / name / "adapter_model.safetensors").read_bytes()
-        _write(folder, "adapter_model.safetensors", tensors)
-        Adapter(folder)
+    name = "adapter_model.safetensors"
+    _write(folder, name, (ADAPTER / name).read_bytes())
+    Adapter(folder)
 
 
 def _charted(data: bytes, folder: Path) -> None:

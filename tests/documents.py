@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import parity
-import tokenizers
+from json_lines import lines_of_texts, write_rows
 from PIL import Image
+from tokenizer_files import of_words
 
 from maxstack import cli
 from maxstack.data import vocabulary
@@ -101,7 +102,7 @@ def write_files(page: Path, folder: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Stand-ins for everything else that the pages name: texts, a model folder, runs of it."""
     text = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(40 + i % 7)) for i in range(300)]
-    rows = "".join(json.dumps({"text": line}) + "\n" for line in text)
+    rows = lines_of_texts(text)
     (folder / "notes").mkdir()
     for i, line in enumerate(text[:100]):
         (folder / "notes" / f"{i}.md").write_text(line)
@@ -113,13 +114,9 @@ def make_folder(folder: Path) -> None:
         )
     (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
     animals = {"question": "What has feathers?", "choices": ["a hen", "a cat"], "right": 0}
-    (folder / "animals.jsonl").write_text(
-        "".join(json.dumps(animals | {"question": line[:30]}) + "\n" for line in text[:9])
-    )
-    asked = "".join(
-        json.dumps({"prompt": f"{line[:40]}?", "limit": 9}) + "\n" for line in text[:100]
-    )
-    (folder / "questions.jsonl").write_text(asked)
+    write_rows(folder / "animals.jsonl", (animals | {"question": line[:30]} for line in text[:9]))
+    asked = ({"prompt": f"{line[:40]}?", "limit": 9} for line in text[:100])
+    write_rows(folder / "questions.jsonl", asked)
     for name in ("text", "held-out"):
         (folder / "gcs" / name).mkdir(parents=True)
         (folder / "gcs" / name / "a.jsonl").write_text(rows)
@@ -156,9 +153,5 @@ def write_tokenizer(model: Path) -> None:
     """A tokenizer.json of 128 words."""
     words = ["<unk>", "</s>", "<|end_of_text|>", *WORDS]
     words += [f"w{i}" for i in range(128 - len(words))]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(model / "tokenizer.json"))
+    of_words(words).save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))

@@ -2,10 +2,12 @@
 
 import copy
 import math
+import types
 
 import jax
 
 from maxstack import sharding
+from maxstack.errors import DataError
 from maxstack.inference.adapters import read_adapters
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
@@ -18,6 +20,33 @@ from maxstack.schema.mesh import AXES
 
 SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
 """Overrides of an engine that compiles few programs."""
+
+
+class StandIn:
+    """What a service asks of an engine but its steps; `tasks` are the requests by number."""
+
+    adapters = ()
+
+    def __init__(self, requests, max_length=1 << 17):
+        self.max_length, self.tasks, self.added = max_length, {}, 0
+        limits = types.SimpleNamespace(requests=requests)
+        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
+
+    def check(self, prompt):
+        if not 0 < len(prompt) < self.max_length:
+            raise DataError(f"the prompt is {len(prompt)} tokens long")
+
+    def add(self, prompt, sampling, *_):
+        self.added += 1
+        self.tasks[self.added] = prompt, sampling
+        return self.added
+
+    def abort(self, number):
+        self.tasks.pop(number, None)
+
+    @property
+    def busy(self):
+        return bool(self.tasks)
 
 
 def build(folder, overrides=(), max_length=64, adapters=None, **limits) -> tuple[Engine, Limits]:
@@ -35,6 +64,12 @@ def build(folder, overrides=(), max_length=64, adapters=None, **limits) -> tuple
     engine = Engine(run, params, sizes, max_length, *read)
     engine.programs.sizes = engine.programs.sizes[-1:]
     return engine, sizes
+
+
+def outputs_of(engine):
+    """What comes of all requests, to their end."""
+    while engine.busy:
+        yield from engine.step()
 
 
 def finish(engine):

@@ -114,6 +114,18 @@ def served(scheme: str = "s3") -> Iterator[Faulty]:
         server.stop()
 
 
+def environment(store: Faulty) -> dict[str, str]:
+    """Variables by which the drivers of stores find this one."""
+    return {
+        "AWS_ENDPOINT_URL": store.url,
+        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_MAX_ATTEMPTS": "1",
+        "STORAGE_EMULATOR_HOST": store.url,
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google
+    }
+
+
 def _started(scheme: str) -> tuple[Any, tuple[str, int]]:
     """A running server and its address."""
     if scheme == "s3":

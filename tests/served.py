@@ -2,19 +2,15 @@
 template, and a process that serves it, with clients."""
 
 import contextlib
-import json
 import re
 import time
 from pathlib import Path
 
 import httpx
-import numpy as np
 import openai
-import parity
 import processes
-import tokenizers
-from safetensors.numpy import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers
+from asked_folders import write_llama
+from tokenizer_files import byte_level
 
 MARKS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = """\
@@ -39,32 +35,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 def make(folder: Path, length: int = 8192) -> Path:
     """The folder, for texts of at most `length` tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(MARKS)
+    tokenizer = byte_level(MARKS)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": MARKS[1]}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    golden = parity.GOLDENS / "llama"
-    config = json.loads((golden / "config.json").read_text())
-    config |= {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": length,
-        "eos_token_id": tokenizer.token_to_id(MARKS[1]),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(golden / "model.safetensors")
-    rng = np.random.default_rng(0)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        shape = config["vocab_size"], config["hidden_size"]
-        tensors[name] = rng.standard_normal(shape).astype(np.float32)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    end = tokenizer.token_to_id(MARKS[1])
+    changes = {"max_position_embeddings": length, "eos_token_id": end}
+    write_llama(folder, tokenizer, TEMPLATE, {"eos_token": MARKS[1]}, changes)
     return folder
 
 

@@ -21,9 +21,7 @@ WEB = {"kind": "synthetic", "vocab": 400, "documents": 90, "length": 70, "ragged
 def run(tmp_path_factory):
     """Trains by a configuration with changes -> the run's folder and what was said."""
     folder = tmp_path_factory.mktemp("changing")
-    base = yaml.safe_load(tiny_config.TINY)
-    base["model"]["layers"], base["model"]["pattern"] = 2, ["full"]
-    base["model"]["blocks"].pop("local")
+    base = tiny_config.of_one_kind()
 
     def made(name, data, *words, steps=12, **sections):
         cfg = {
@@ -99,8 +97,8 @@ def test_plan_counts_the_shapes_and_plans_the_largest(run, tmp_path, capsys):
     stages = [{"step": 1, "batch_size": 8, "seq_len": 16}, {"step": 5, "seq_len": 8}]
     path = tmp_path / "plan.yml"
     data = {"seq_len": 32, "sources": [source("web")]}
-    model = yaml.safe_load(tiny_config.TINY)["model"]
-    sections = {"model": model, "data": data, "train": {"batch_size": 16, "stages": stages}}
+    train = {"batch_size": 16, "stages": stages}
+    sections = tiny_config.of_one_kind() | {"data": data, "train": train}
     path.write_text(yaml.safe_dump(sections))
     assert cli.main(["plan", str(path)]) == 0
     out = capsys.readouterr().out
@@ -169,8 +167,11 @@ def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_de
     losses = numbers(tmp_path / "killed", "eval_loss/made")
     assert losses == numbers(tmp_path / "whole", "eval_loss/made") and len(losses) == 3
     train_apart(config, "run.name=two", "run.virtual_devices=2")
-    fed = [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "whole")]
-    assert [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "two")] == fed
+    fed, fed_two = (
+        [(row["fed/library"], row["padding"]) for row in rows(tmp_path / name)]
+        for name in ("whole", "two")
+    )
+    assert fed == fed_two
 
 
 @pytest.mark.slow

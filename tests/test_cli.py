@@ -1,4 +1,3 @@
-import os
 import re
 import subprocess
 import sys
@@ -55,28 +54,6 @@ def test_help_lists_every_command_with_a_line_and_an_example(capsys):
         all(f"{name} " in text and line in text for name, (_, line) in cli.COMMANDS.items())
         and "example: maxstack train" in text
     )
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["config", "--help"], ["config", "show", "--help"]]
-)
-def test_help_costs_less_than_half_a_second(arguments):
-    def seconds() -> float:
-        start = children_seconds()
-        done = subprocess.run(
-            [sys.executable, "-m", "maxstack.cli", *arguments], capture_output=True, text=True
-        )
-        assert done.returncode == 0 and "example: " in done.stdout
-        return children_seconds() - start
-
-    assert min(seconds() for _ in range(3)) < 0.5
-
-
-def children_seconds() -> float:
-    """Processor time of the processes that ended, which other work on the machine does not stretch
-    as it does the clock's."""
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 @pytest.mark.slow

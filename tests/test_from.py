@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 from flax import nnx
+from tokenizer_files import of_words
 
 from maxstack import cli, config, starting_weights, startup, train
 from maxstack.checkpoint.weights import WeightsReader
@@ -42,18 +43,22 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def assembled(cfg, trains=True):
+    """The run of a configuration on one device."""
+    return assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), trains=trains)
+
+
 def test_a_folder_beside_the_file_gives_the_architecture_and_the_weights(here):
     cfg, tree = load_tree("runs/mine.yml")
-    assert (cfg.model.embed, cfg.model.layers, cfg.model.dtype, cfg.model.weights) == (
+    model = cfg.model
+    assert (model.embed, model.layers, model.dtype, model.weights) == (
         16,
         3,
         "float32",
         "runs/llama",
     )
-    assert (
-        tree.at("model", "embed").where == "runs/llama"
-        and tree.at("model", "dtype").where == "runs/mine.yml:2"
-    )
+    assert tree.at("model", "embed").where == "runs/llama"
+    assert tree.at("model", "dtype").where == "runs/mine.yml:2"
 
 
 def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given_beside_it(here):
@@ -110,12 +115,9 @@ def test_a_run_starts_from_the_weights_on_any_mesh(here):
 
 
 def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>")
-    )
-    words.save(str(here / "runs" / "llama" / "tokenizer.json"))
+    of_words(["<s>", "</s>", "a", "<unk>"]).save("runs/llama/tokenizer.json")
     said = {"bos_token": "<s>", "add_bos_token": True, "eos_token": {"content": "</s>"}}
-    (here / "runs" / "llama" / "tokenizer_config.json").write_text(json.dumps(said))
+    (here / "runs/llama/tokenizer_config.json").write_text(json.dumps(said))
     found = load("runs/mine.yml").data.tokenizer
     assert (found.kind, found.path, found.bos, found.eos) == (
         "huggingface",
@@ -133,19 +135,14 @@ def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
 
 
 def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here):
-    cfg = load(
-        "runs/mine.yml",
-        [
-            f"lora={{dora: true, targets: ['.*/query'], adapter: "
-            f"{parity.GOLDENS / 'adapters' / 'lora-llama'}}}"
-        ],
+    adapter = parity.GOLDENS / "adapters" / "lora-llama"
+    lora = f"lora={{dora: true, targets: ['.*/query'], adapter: {adapter}}}"
+    says = (
+        r"set lora.rank=4, lora.alpha=6, lora.dora=false, "
+        r"lora.targets=\[blocks/block/mixer/key, .*mlp/up\]"
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, "
-        r"lora.targets=\[blocks/block/mixer/key, .*mlp/up\]",
-    ):
-        startup.check_weights(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))
+    with pytest.raises(ConfigError, match=says):
+        startup.check_weights(assembled(load("runs/mine.yml", [lora])))
 
 
 TEXTS = "data: {sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}\n"
@@ -170,21 +167,11 @@ def test_text_without_the_folders_tokenizer_is_refused_unless_another_is_given(h
 
 
 def test_eval_data_is_read_with_the_tokenizer_of_the_training_data(here):
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
-    )
-    words.save(str(here / "runs" / "llama" / "tokenizer.json"))
-    cfg = load(
-        "runs/mine.yml",
-        [
-            "eval.every=5",
-            "eval.data={sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}",
-        ],
-    )
-    assert (
-        cfg.eval.data.tokenizer == cfg.data.tokenizer
-        and cfg.data.tokenizer.path == "runs/llama/tokenizer.json"
-    )
+    of_words(["a", "<unk>"]).save("runs/llama/tokenizer.json")
+    own = "eval.data={sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}"
+    cfg = load("runs/mine.yml", ["eval.every=5", own])
+    assert cfg.eval.data.tokenizer == cfg.data.tokenizer
+    assert cfg.data.tokenizer.path == "runs/llama/tokenizer.json"
 
 
 WATCHED: dict[str, collections.Counter] = {}
@@ -248,9 +235,7 @@ def flat(state):
 
 def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
     for name, token in (("llama/tokenizer.json", "a"), ("other.json", "b")):
-        tokenizers.Tokenizer(
-            tokenizers.models.WordLevel({token: 0, "<unk>": 1}, unk_token="<unk>")
-        ).save(str(here / "runs" / name))
+        of_words([token, "<unk>"]).save(f"runs/{name}")
     model = load("runs/mine.yml").model
     shapes = {path: leaf.shape for path, leaf in flat(abstract(model)[1]).items()}
     for tokenizer, wanted in (
@@ -276,34 +261,24 @@ def test_an_export_brings_the_tokenizer_that_the_model_was_trained_with(here):
 def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
     name = parity.poisoned(LLAMA, here / "runs" / "nan", np.nan)
     cfg = load("runs/mine.yml", ["model.from=runs/nan"])
-    mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with pytest.raises(DataError, match=f"tensor {name}: 1 of .*checkpoint.allow_nonfinite=true"):
-        startup.first_state(assemble(cfg, mesh))
+        startup.first_state(assembled(cfg))
     allowed = load("runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"])
-    assert any(
-        np.isnan(leaf).any()
-        for leaf in jax.tree.leaves(startup.first_state(assemble(allowed, mesh)).params)
-    )
+    params = startup.first_state(assembled(allowed)).params
+    assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"blocks": "other"},
-        {"layers": 2},
-        {"weights": "qwen3_moe"},
-    ],
-)
+@pytest.mark.parametrize("change", ["blocks", "layers", "weights"])
 def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here, change):
     model = config.plain_data(load("runs/mine.yml").model)
-    if "blocks" in change:
-        model |= {"blocks": {"other": model["blocks"]["block"]}, "pattern": []}
-    elif "weights" in change:
-        model["weights"] = str(parity.GOLDENS / change["weights"])
-    else:
-        model |= change
-    given = {"model": model, "data": {"sources": [{"kind": "synthetic", "vocab": 128}]}}
-    run = assemble(load(given), make_mesh(load(given).mesh, jax.devices()[:1]))
+    other = {
+        "blocks": {"blocks": {"other": model["blocks"]["block"]}, "pattern": []},
+        "layers": {"layers": 2},
+        "weights": {"weights": str(parity.GOLDENS / "qwen3_moe")},
+    }
+    model |= other[change]
+    data = {"sources": [{"kind": "synthetic", "vocab": 128}]}
+    run = assembled(load({"model": model, "data": data}))
     with pytest.raises(DataError, match=f"{model['weights']}: .*(another model|are not those of)"):
         startup.check_weights(run)
 
@@ -328,8 +303,7 @@ def test_a_larger_vocabulary_adds_rows_which_an_export_keeps(family, like, here)
         {"model": {"from": str(folder)}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}},
         ["model.vocab=130", f"model.new_tokens={like}", "data.seq_len=16"],
     )
-    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
-    weights = dict(starting_weights.original(run))
+    weights = dict(starting_weights.original(assembled(cfg, trains=False)))
     export(cfg.model, {path: w.shape for path, w in weights.items()}, weights.get, here / "out")
     before, after = (
         safetensors.numpy.load_file(path / "model.safetensors") for path in (folder, here / "out")
@@ -345,15 +319,13 @@ def test_a_larger_vocabulary_adds_rows_which_an_export_keeps(family, like, here)
 
 def test_a_token_to_copy_that_the_folder_has_not_is_refused(here):
     cfg = load("runs/mine.yml", ["model.vocab=130", "model.new_tokens=128"])
-    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
     with pytest.raises(ConfigError, match="model.new_tokens=128: is no token of .* has 128; give"):
-        dict(starting_weights.original(run))
+        dict(starting_weights.original(assembled(cfg, trains=False)))
 
 
 def test_the_advice_about_a_tokenizer_with_further_tokens_is_taken_by_import_and_run(here, capsys):
-    vocab = {f"<{number}>": number for number in range(130)}
-    model = tokenizers.models.WordLevel(vocab, unk_token="<0>")
-    tokenizers.Tokenizer(model).save("runs/llama/tokenizer.json")
+    words = [f"<{number}>" for number in range(130)]
+    of_words(words, "<0>").save("runs/llama/tokenizer.json")
     assert cli.run(convert.import_model, ["runs/llama", "--out", "runs/a"]) == 2
     (advice,) = re.findall("set (model.vocab) to at least (130)", capsys.readouterr().err)
     override = "=".join(advice)
@@ -361,6 +333,5 @@ def test_the_advice_about_a_tokenizer_with_further_tokens_is_taken_by_import_and
     table = np.asarray(WeightsReader(Path("runs/a")).read("embed"))
     np.testing.assert_allclose(table[128:], np.stack([table[:128].mean(0)] * 2), atol=1e-7)
     longer = load("runs/mine.yml", ["model.from=runs/a", "model.vocab=132"])
-    run = assemble(longer, make_mesh(longer.mesh, jax.devices()[:1]), trains=False)
-    again = dict(starting_weights.original(run))["embed"]
+    again = dict(starting_weights.original(assembled(longer, trains=False)))["embed"]
     np.testing.assert_allclose(again[130:], np.stack([table.mean(0)] * 2), atol=1e-7)

@@ -51,21 +51,9 @@ def test_the_export_scores_as_the_run_does_and_not_as_the_folder_did(trained):
         ("export", folder / "out"),
         ("folder", FOLDER),
     ):
-        out = folder / f"{name}.npz"
-        assert (
-            cli.main(
-                [
-                    "score",
-                    str(model),
-                    "model.dtype=float32",
-                    "--tokens",
-                    str(folder / "tokens.npz"),
-                    "--out",
-                    str(out),
-                ]
-            )
-            == 0
-        )
+        out = f"{folder}/{name}.npz"
+        command = ["score", str(model), "model.dtype=float32", "--out", out]
+        assert cli.main([*command, "--tokens", f"{folder}/tokens.npz"]) == 0
         found[name] = np.load(out)["logprobs"]
     np.testing.assert_array_equal(found["run"], found["export"])
     np.testing.assert_array_equal(found["run"], found["step"])

@@ -7,10 +7,12 @@ import shutil
 import documents
 import numpy as np
 import parity
+import processes
 import pytest
 import tiers
 import tokenizers
 from engines import SMALL
+from json_lines import read_rows, write_rows
 
 from maxstack import cli, train
 from maxstack.data import people
@@ -62,8 +64,7 @@ def made(tmp_path_factory):
     """A folder with two runs: conversations, and an adapter on top of them; and pairs.jsonl."""
     folder = tmp_path_factory.mktemp("post-training")
     (folder / "run.yml").write_text(json.dumps(RUN))
-    rows = "".join(json.dumps(people.pairs(i)) + "\n" for i in range(11))
-    (folder / "pairs.jsonl").write_text(rows)
+    write_rows(folder / "pairs.jsonl", map(people.pairs, range(11)))
     trained(folder, "sft")
     trained(folder, "adapted", f"model.from={folder}/sft", "lora={rank: 2}")
     return folder
@@ -73,8 +74,7 @@ def trained(folder, name, *overrides):
     """The scalars of a run's steps."""
     words = [f"run.output_dir={folder}", f"run.name={name}", "run.tensorboard=false", *overrides]
     assert train.main([str(folder / "run.yml"), *words]) == 0
-    lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
+    return processes.rows(folder / name)
 
 
 def maxstack(*words):
@@ -89,11 +89,7 @@ def scored(model, made, folder):
         *("score", model, "--records", made / "pairs.jsonl", "--kind", "pairs"),
         *("--out", out, "model.dtype=float32"),
     )
-    return lines_of(out)
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_rows(out)
 
 
 @pytest.mark.parametrize("model", tiers.of(["sft", "sft/checkpoints/4", "adapted"], slow=["sft"]))
@@ -155,7 +151,7 @@ def test_scores_of_records_go_on_where_they_ended(made, tmp_path, monkeypatch):
     assert cli.main(again) == 130 and not out.exists()
     maxstack(*again)
     assert 0 < sum(calls[2:]) < 2 * 11
-    for ours, whole in zip(lines_of(out), lines_of(tmp_path / "whole.jsonl"), strict=True):
+    for ours, whole in zip(read_rows(out), read_rows(tmp_path / "whole.jsonl"), strict=True):
         assert ours["prompt"] == whole["prompt"]
         assert ours["ref_chosen_logps"] == pytest.approx(whole["ref_chosen_logps"], rel=1e-5)
 
@@ -177,7 +173,7 @@ def test_a_reward_model_scores_records_and_is_exported(made, tmp_path):
 
 def test_a_student_learns_from_stored_tokens_of_its_teacher(made, tmp_path):
     chats, out = tmp_path / "chats.jsonl", tmp_path / "taught.jsonl"
-    chats.write_text("".join(json.dumps(people.chat(i)) + "\n" for i in range(16)))
+    write_rows(chats, map(people.chat, range(16)))
     words = ("score", made / "sft", "--records", chats, "--kind", "chat", "--top", 4)
     maxstack(*words, "--out", out)
     source = f"data.sources=[{{kind: jsonl, files: [{out}], record: {{kind: chat}}}}]"
@@ -186,7 +182,7 @@ def test_a_student_learns_from_stored_tokens_of_its_teacher(made, tmp_path):
         "objective={kind: distill, top: 4, beta: 0}",
     )
     assert loss["loss"] == pytest.approx(0, abs=1e-4) and loss["agreement"] == 1
-    assert len(lines_of(out)[0]["top_tokens"][1]) == 4
+    assert len(read_rows(out)[0]["top_tokens"][1]) == 4
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):

@@ -175,11 +175,10 @@ sys.exit(code)
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_imports_nothing_but_the_standard_library(arguments):
-    done = subprocess.run(
-        [sys.executable, "-c", ONLY_OURS, *arguments], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("words", ["", "config show", *COMMANDS])
+def test_help_imports_nothing_but_the_standard_library(words):
+    command = [sys.executable, "-c", ONLY_OURS, *words.split(), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

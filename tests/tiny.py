@@ -1,12 +1,12 @@
 """Tiny configurations for tests, and the batches to run them on."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from json_lines import read_rows
 
 from maxstack import sharding
 from maxstack.config import dump
@@ -153,4 +153,4 @@ def write(folder: Path, cfg: Config) -> Path:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "metrics.jsonl")

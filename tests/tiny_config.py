@@ -1,5 +1,7 @@
 """A configuration small enough to read, for the tests of everything that takes one."""
 
+import yaml
+
 TINY = """\
 model:
   vocab: 512
@@ -21,3 +23,11 @@ data:
   seq_len: 32
 train: {steps: 100, batch_size: 8}
 """
+
+
+def of_one_kind():
+    """The same with two layers of one kind, as a mapping."""
+    cfg = yaml.safe_load(TINY)
+    cfg["model"] |= {"layers": 2, "pattern": ["full"]}
+    del cfg["model"]["blocks"]["local"]
+    return cfg

@@ -1,6 +1,5 @@
 """Tiny vision transformers for tests, and images for them."""
 
-import json
 from typing import Any
 
 import jax
@@ -106,5 +105,4 @@ def trained(recipe, *overrides):
     """The rows of metrics of a run of the file, which has a name."""
     assert cli.run(train.main, [str(recipe), *overrides]) == 0
     name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
-    text = (recipe.parent / name / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return tiny.metrics(recipe.parent / name)

@@ -13,14 +13,8 @@ from maxstack.hf.tokenizer import tokenizer_of, unread
 from maxstack.schema.data import HuggingFaceTokenizer
 
 TEXT = "It's 1234 cafe\u0301s,\r\n\n  DON'T\t<|endoftext|> <tool> "
-TOOL = {
-    "content": "<tool>",
-    "special": False,
-    "lstrip": False,
-    "rstrip": False,
-    "single_word": False,
-    "normalized": False,
-}
+FLAGS = "special", "lstrip", "rstrip", "single_word", "normalized"
+TOOL = {"content": "<tool>"} | dict.fromkeys(FLAGS, False)
 
 
 @pytest.fixture
@@ -45,20 +39,17 @@ def opened(folder):
     return open_tokenizer(HuggingFaceTokenizer.model_validate(tokenizer_of(folder)))
 
 
+def of_the_library(folder):
+    files = folder / "vocab.json", folder / "merges.txt"
+    return tokenizers.ByteLevelBPETokenizer.from_file(*map(str, files))
+
+
 def test_gpt2_files_give_the_ids_of_gpt2s_algorithm(folder):
-    ours, theirs = (
-        opened(folder),
-        tokenizers.ByteLevelBPETokenizer.from_file(
-            str(folder / "vocab.json"), str(folder / "merges.txt")
-        ),
-    )
-    end = ours.encode(b"")
+    ours, theirs = opened(folder), of_the_library(folder)
+    end, ids = ours.encode(b""), ours.encode(TEXT.encode())
     assert end.tolist() == [theirs.token_to_id("<|endoftext|>")]
-    assert ours.encode(TEXT.encode())[:-1].tolist() == theirs.encode(TEXT).ids
-    assert (
-        ours.decode(ours.encode(TEXT.encode())).decode() == TEXT
-        and ours.token_bytes[end].sum() == 0
-    )
+    assert ids[:-1].tolist() == theirs.encode(TEXT).ids
+    assert ours.decode(ids).decode() == TEXT and ours.token_bytes[end].sum() == 0
 
 
 def test_qwen_files_cut_digits_one_by_one_compose_characters_and_name_their_end(folder):
@@ -98,10 +89,8 @@ def test_a_tokenizer_json_that_is_no_file_does_not_give_way_to_others(folder):
 
 
 def test_an_added_token_whose_id_leaves_a_gap_is_refused_in_either_form(folder):
-    whole = tokenizers.ByteLevelBPETokenizer.from_file(
-        str(folder / "vocab.json"), str(folder / "merges.txt")
-    )
-    spec = json.loads(whole.to_str()) | {"added_tokens": [TOOL | {"id": 1000}]}
+    spec = json.loads(of_the_library(folder).to_str())
+    spec["added_tokens"] = [TOOL | {"id": 1000}]
     say(folder, "tokenizer_config.json", added_tokens_decoder={"1000": TOOL})
     with pytest.raises(DataError, match="added token '<tool>' has id 1000"):
         opened(folder)

@@ -2,6 +2,7 @@ import json
 import sys
 
 import pytest
+import tiers
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -58,14 +59,6 @@ def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
         rendered("text")
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ 'a' * 3 * 10**9 }}", "{{ 9**9999**9999 }}", "{{ 7 * [1] * 10**9 }}"]
-)
-def test_a_product_that_would_fill_the_memory_is_refused(source):
-    with pytest.raises(DataError, match="makes a value that is too large"):
-        rendered(source)
-
-
 COSTLY = {
     "doubles": "{% set a = namespace(x=[1]) %}{% for i in range(60) %}"
     "{% set a.x = a.x + a.x %}{% endfor %}",
@@ -76,13 +69,7 @@ COSTLY = {
 }
 
 
-@pytest.mark.parametrize(
-    "cost",
-    [
-        pytest.param(cost, marks=pytest.mark.slow) if cost == "takes long" else cost
-        for cost in COSTLY
-    ],
-)
+@pytest.mark.parametrize("cost", tiers.of(COSTLY, *[*COSTLY][:-1]))
 def test_a_guarded_template_ends_its_own_process_and_the_next_conversation_is_rendered(cost):
     source = "{% if messages[0].content == 'attack' %}" + COSTLY[cost] + "{% endif %}ok"
     template = ChatTemplate({"default": source}, {}, "here", guarded=True)
@@ -104,27 +91,21 @@ def test_a_guarded_template_runs_nothing_of_the_working_folder(tmp_path, monkeyp
 
 def test_a_guarded_template_writes_the_same_text_and_tells_the_same_error():
     wrong = "{{ messages[0].content }}\n{{ raise_exception('no') }}"
+
+    def told(source, messages, guarded):
+        try:
+            template = ChatTemplate({"default": source}, {"bos_token": "\ud800"}, "here", guarded)
+            return template.render(messages)
+        except DataError as error:
+            return str(error)
+
     for source, messages in (
         (SIMPLE, HELLO),
         (SIMPLE, HELLO * 9999),
         (wrong, HELLO),
         ("{% if", HELLO),
     ):
-        told = []
-        for guarded in (False, True):
-            try:
-                template = ChatTemplate(
-                    {"default": source}, {"bos_token": "\ud800"}, "here", guarded
-                )
-                told.append(template.render(messages))
-            except DataError as error:
-                told.append(str(error))
-        assert told[0] == told[1]
-
-
-def test_what_a_template_raises_is_an_error_with_its_words():
-    with pytest.raises(DataError, match="here: the chat template: roles must alternate"):
-        rendered("{{ raise_exception('roles must alternate') }}")
+        assert told(source, messages, False) == told(source, messages, True)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +115,19 @@ def test_what_a_template_raises_is_an_error_with_its_words():
         ("{{ ''['__class__'].mro }}", "__class__"),
         ("{{ ('' | attr('__class__')).x }}", "__class__"),
         ("{{ '{0.__class__.__name__}'.format(messages) }}", "__class__"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for i in range(10**9) %}{% endfor %}", "range"),
         ("{{ messages.append(1) }}", "append"),
         ("{% for i in range(99) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
+        ("{{ 'a' * 3 * 10**9 }}", "makes a value that is too large"),
+        ("{{ 9**9999**9999 }}", "makes a value that is too large"),
+        ("{{ 7 * [1] * 10**9 }}", "makes a value that is too large"),
         ("{{ messages.missing.deeper }}", "missing"),
         ("{{ raise_exception", "line 1"),
         ("{% include '/etc/passwd' %}", "loader"),
     ],
 )
-def test_what_the_sandbox_refuses_is_an_error(source, words):
+def test_what_the_sandbox_refuses_or_a_template_raises_is_an_error(source, words):
     with pytest.raises(DataError, match=f"here: the chat template:.*{words}"):
         rendered(source)
 
@@ -169,9 +154,16 @@ def test_a_sentencepiece_model_alone_names_its_special_tokens(tmp_path):
     assert template.render(HELLO) == "<s>user: Grüß <b>Gott</b></s>"
 
 
-def test_conversations_with_tools_use_the_template_for_them(tmp_path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    write(tmp_path, "tokenizer_config.json", {"chat_template": named})
+@pytest.mark.parametrize("written", ["in a list", "as files"])
+def test_conversations_with_tools_use_the_template_for_them(tmp_path, written):
+    """In files as transformers' save_pretrained writes them."""
+    if written == "as files":
+        write(tmp_path, "chat_template.jinja", "plain")
+        write(tmp_path / "additional_chat_templates", "tool_use.jinja", "tools")
+    else:
+        named = {"default": "plain", "tool_use": "tools"}
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        write(tmp_path, "tokenizer_config.json", {"chat_template": listed})
     template = read_chat_template(tmp_path)
     assert template.render(HELLO) == "plain"
     assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
@@ -202,16 +194,6 @@ def test_a_thought_reaches_templates_by_any_of_its_names(name):
     assert (made["reasoning_content"], made["thinking"]) == ("a", "a")
     (both,) = chat.to_template_messages([{"reasoning_content": "a", "thinking": "b"}])
     assert (both["reasoning_content"], both["thinking"]) == ("a", "b")
-
-
-def test_further_templates_are_files_beside_the_default_one(tmp_path):
-    """As transformers' save_pretrained writes them."""
-    write(tmp_path, "chat_template.jinja", "plain")
-    (tmp_path / "additional_chat_templates").mkdir()
-    write(tmp_path / "additional_chat_templates", "tool_use.jinja", "tools")
-    template = read_chat_template(tmp_path)
-    assert template.render(HELLO) == "plain"
-    assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
 
 
 def test_a_tokenizers_template_comes_before_a_processors(tmp_path):

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from json_lines import write_rows
+from tokenizer_files import byte_level, of_words
+from tokenizers import pre_tokenizers
 
 from maxstack.data.examples import EXTRAS, READ, units_of
 from maxstack.data.feed import Feed
@@ -47,8 +49,7 @@ EXTRA = {name: Field("batch seq", "float32") for name in EXTRAS}
 def model(tmp_path_factory):
     """A folder with a tokenizer of words and the chat template PREFIX."""
     folder = tmp_path_factory.mktemp("model")
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
-    made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    made = of_words(WORDS, "<pad>")
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(list(SPECIAL))
     made.save(str(folder / "tokenizer.json"))
@@ -57,26 +58,24 @@ def model(tmp_path_factory):
     return folder
 
 
-def data(folder, model, records, record, **settings):
-    """The configuration of rows of some records in a file."""
-    file = folder / "records.jsonl"
-    file.write_text("".join(json.dumps(value) + "\n" for value in records))
-    if isinstance(settings.get("template"), str) and "{" in settings["template"]:
-        template = folder / "template.jinja"
-        template.write_text(settings["template"])
-        settings["template"] = str(template)
-    tokenizer = {"kind": "huggingface", "path": str(model / "tokenizer.json"), "eos": "<eos>"}
-    source = {"kind": "jsonl", "files": [str(file)], "record": record}
-    return DataConfig.model_validate(
-        {
-            "sources": [source],
-            "tokenizer": tokenizer,
-            "seq_len": 32,
-            "packing": "none",
-            "shuffle": False,
-            **settings,
-        }
-    )
+@pytest.fixture
+def data(tmp_path, model):
+    """Makes the configuration of rows of some records in a file."""
+
+    def made(records, record="chat", folder=model, **settings):
+        write_rows(path := f"{tmp_path}/records.jsonl", records)
+        if isinstance(settings.get("template"), str) and "{" in settings["template"]:
+            template = tmp_path / "template.jinja"
+            template.write_text(settings["template"])
+            settings["template"] = str(template)
+        tokenizer = {"kind": "huggingface", "path": f"{folder}/tokenizer.json", "eos": "<eos>"}
+        record = {"kind": record} if isinstance(record, str) else record
+        source = {"kind": "jsonl", "files": [path], "record": record}
+        fields = {"sources": [source], "tokenizer": tokenizer}
+        fields |= {"seq_len": 32, "packing": "none", "shuffle": False}
+        return DataConfig.model_validate(fields | settings)
+
+    return made
 
 
 def rows(cfg, count=1, fields=()):
@@ -105,17 +104,17 @@ def words(ids):
     ("train", "counted"),
     [("assistant", "3 <end> b a <end>"), ("last", "b a <end>")],
 )
-def test_answers_of_a_conversation_count(tmp_path, model, template, train, counted):
+def test_answers_of_a_conversation_count(data, template, train, counted):
     record = {"kind": "chat", "train": train}
-    cfg = data(tmp_path, model, [{"messages": SUM}], record, template=template)
+    cfg = data([{"messages": SUM}], record, template=template)
     (((inputs, targets),), _), *_ = rows(cfg)
     assert inputs == "<user> 1 + 2 = <end> <assistant> 3 <end> <user> a b <end> <assistant> b a"
     assert targets == counted
 
 
-def test_each_answer_has_a_row_as_the_template_writes_it_there(tmp_path, model):
+def test_each_answer_has_a_row_as_the_template_writes_it_there(data):
     record = {"kind": "chat", "train": "each"}
-    cfg = data(tmp_path, model, [{"messages": SUM}], record, template=THINKS)
+    cfg = data([{"messages": SUM}], record, template=THINKS)
     first, second, again = (parts[0] for parts, _ in rows(cfg, 3))
     assert first == ("<user> 1 + 2 = <end> <assistant> <think> 3", "<think> 3 <end>")
     assert second == (
@@ -125,40 +124,37 @@ def test_each_answer_has_a_row_as_the_template_writes_it_there(tmp_path, model):
     assert again == first
 
 
-def test_a_template_that_writes_earlier_turns_otherwise_is_refused(tmp_path, model):
-    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=THINKS)
-    with pytest.raises(DataError, match=r"records.jsonl: line 1.*set record.train=each"):
-        rows(cfg)
+FILTERED = (
+    "{% filter trim %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %} {{ m.content }} <end>  {% endgeneration %}{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}{% endfilter %}"
+)
 
 
-def test_a_turn_that_ends_in_no_special_token_is_refused(tmp_path, model):
-    template = PREFIX.replace(" <end> ", " ")
-    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=template)
-    with pytest.raises(DataError, match="ends in '3 ', which is no special token"):
-        rows(cfg)
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (THINKS, r"records.jsonl: line 1.*set record.train=each"),
+        (PREFIX.replace(" <end> ", " "), "ends in '3 ', which is no special token"),
+        (FILTERED, "changes what a {% generation %} block wrote"),
+    ],
+    ids=["earlier turns are written otherwise", "no special token ends a turn", "a filter"],
+)
+def test_a_template_that_does_not_show_what_counts_is_refused(data, template, says):
+    with pytest.raises(DataError, match=says):
+        rows(data([{"messages": SUM}], template=template))
 
 
-def test_what_follows_the_end_of_a_turn_does_not_count(tmp_path, model):
+def test_what_follows_the_end_of_a_turn_does_not_count(data):
     """White space after the end of a turn is never generated."""
     template = MARKED.replace("<end>{% endgeneration %}", "<end> \n{% endgeneration %}")
-    cfg = data(tmp_path, model, [{"messages": SUM}], {"kind": "chat"}, template=template)
+    cfg = data([{"messages": SUM}], template=template)
     (((_, targets),), _), *_ = rows(cfg)
     assert targets == "3 <end> b a <end>"
 
 
-def test_markers_inside_a_filter_are_refused(tmp_path, model):
-    template = (
-        "{% filter trim %}{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{% generation %} {{ m.content }} <end>  {% endgeneration %}{% else %}{{ m.content }}"
-        "{% endif %}{% endfor %}{% endfilter %}"
-    )
-    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template=template)
-    with pytest.raises(DataError, match="changes what a {% generation %} block wrote"):
-        rows(cfg)
-
-
-def test_a_completion_has_no_template_and_ends_in_eos(tmp_path, model):
-    cfg = data(tmp_path, model, [{"prompt": "1 + 2 =", "completion": " 3"}], {"kind": "chat"})
+def test_a_completion_has_no_template_and_ends_in_eos(data):
+    cfg = data([{"prompt": "1 + 2 =", "completion": " 3"}])
     (((inputs, targets),), _), *_ = rows(cfg)
     assert (inputs, targets) == ("1 + 2 = 3", "3 <eos>")
 
@@ -167,12 +163,7 @@ def test_a_completion_has_no_template_and_ends_in_eos(tmp_path, model):
 def spaced(tmp_path_factory):
     """A folder whose tokenizer joins a space to the word after it."""
     folder = tmp_path_factory.mktemp("spaced")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: i for i, piece in enumerate([*letters, "no", "\u0120no"])}
-    made = tokenizers.Tokenizer(models.BPE(vocabulary, [("n", "o"), ("\u0120", "no")]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<eos>"])
+    made = byte_level(["<eos>"], ["no", "\u0120no"], [("n", "o"), ("\u0120", "no")])
     made.save(str(folder / "tokenizer.json"))
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
@@ -187,10 +178,10 @@ SAID = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "co
 
 
 @pytest.mark.parametrize("record", [ASKED, SAID])
-def test_an_answer_begins_where_the_prompt_ends(tmp_path, spaced, record):
+def test_an_answer_begins_where_the_prompt_ends(data, spaced, record):
     """The joined text has one token for ` no`, whose beginning is the prompt's. As TRL and a model
     that generates have it, the answer is `no`, and counts."""
-    row = next(Feed(data(tmp_path, spaced, [record], {"kind": "chat"}), [0], 1))
+    row = next(Feed(data([record], folder=spaced), [0], 1))
     made = tokenizers.Tokenizer.from_file(str(spaced / "tokenizer.json"))
     counted = row["targets"][0][row["mask"][0] > 0].tolist()
     assert counted == made.encode("no<eos>").ids
@@ -199,10 +190,8 @@ def test_an_answer_begins_where_the_prompt_ends(tmp_path, spaced, record):
 
 
 @pytest.mark.parametrize("record", [ASKED, SAID])
-def test_a_token_of_both_prompt_and_answer_is_refused_where_they_are_joined(
-    tmp_path, spaced, record
-):
-    cfg = data(tmp_path, spaced, [record], {"kind": "chat", "joined": True})
+def test_a_token_of_both_prompt_and_answer_is_refused_where_they_are_joined(data, spaced, record):
+    cfg = data([record], {"kind": "chat", "joined": True}, spaced)
     with pytest.raises(DataError, match="line 1: record.joined: a token holds the end .*: no"):
         next(Feed(cfg, [0], 1))
 
@@ -212,18 +201,18 @@ def test_a_token_of_both_prompt_and_answer_is_refused_where_they_are_joined(
     [((None, 1), "3 <end> b a <end>"), ((0, None), "b a <end>"), ((1, 0), "3 <end>")],
 )
 @pytest.mark.parametrize("template", [PREFIX, MARKED])
-def test_a_message_of_weight_0_does_not_count(tmp_path, model, weights, counted, template):
+def test_a_message_of_weight_0_does_not_count(data, weights, counted, template):
     messages = [dict(message) for message in SUM]
     for turn, weight in zip((1, 3), weights, strict=True):
         messages[turn] |= {"weight": weight}
-    cfg = data(tmp_path, model, [{"messages": messages}], {"kind": "chat"}, template=template)
+    cfg = data([{"messages": messages}], template=template)
     (((_, targets),), _), *_ = rows(cfg)
     assert targets == counted
 
 
-def test_a_weight_is_that_of_the_tokens(tmp_path, model):
+def test_a_weight_is_that_of_the_tokens(data):
     messages = [SUM[0], SUM[1] | {"weight": 0.25}, SUM[2], SUM[3]]
-    cfg = data(tmp_path, model, [{"messages": messages}], {"kind": "chat"})
+    cfg = data([{"messages": messages}])
     ((_, row),) = rows(cfg)
     assert row["mask"][row["mask"] > 0].tolist() == [0.25, 0.25, 1, 1, 1]
 
@@ -238,17 +227,17 @@ def test_a_weight_is_that_of_the_tokens(tmp_path, model):
         ({1: {"weight": 0}, 3: {"weight": 0}}, "all messages of the assistant .* weight 0"),
     ],
 )
-def test_what_else_says_that_a_message_is_trained_on_is_refused(tmp_path, model, changes, words):
+def test_what_else_says_that_a_message_is_trained_on_is_refused(data, changes, words):
     messages = [message | changes.get(i, {}) for i, message in enumerate(SUM)]
     with pytest.raises(DataError, match=words):
-        rows(data(tmp_path, model, [{"messages": messages}], {"kind": "chat"}))
+        rows(data([{"messages": messages}]))
 
 
-def test_a_prompt_that_whole_conversations_repeat_counts_once(tmp_path, model):
+def test_a_prompt_that_whole_conversations_repeat_counts_once(data):
     """As HuggingFaceH4/ultrafeedback_binarized has them."""
     asked, said, other = SUM[0], SUM[1], {"role": "assistant", "content": "4"}
     record = {"prompt": "1 + 2 =", "chosen": [asked, said], "rejected": [asked, other]}
-    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+    cfg = data([record], "pairs")
     ((parts, _),) = rows(cfg)
     assert parts == [
         ("<user> 1 + 2 = <end> <assistant> 3", "3 <end>"),
@@ -256,7 +245,7 @@ def test_a_prompt_that_whole_conversations_repeat_counts_once(tmp_path, model):
     ]
     record["rejected"] = [SUM[2], other]
     with pytest.raises(DataError, match="rejected: holds a turn of the user that is not the prom"):
-        rows(data(tmp_path, model, [record], {"kind": "pairs"}))
+        rows(data([record], "pairs"))
 
 
 PAIR = {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 4 5"}
@@ -270,43 +259,43 @@ PAIR = {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 4 5"}
         {"prompt": "1 + 2 =", "completions": [" 4 5", " 6", " 3"], "scores": [0, 1, 2.5]},
     ],
 )
-def test_a_pair_is_two_segments_of_one_row(tmp_path, model, record):
-    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+def test_a_pair_is_two_segments_of_one_row(data, record):
+    cfg = data([record], "pairs")
     (parts, row), *_ = rows(cfg)
     assert parts == [("1 + 2 = 3", "3 <eos>"), ("1 + 2 = 4 5", "4 5 <eos>")]
     assert row["positions"][:11].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]
 
 
-def test_pairs_of_messages_share_their_prompt(tmp_path, model):
+def test_pairs_of_messages_share_their_prompt(data):
     chosen, rejected = SUM, [*SUM[:3], {"role": "assistant", "content": "a"}]
-    cfg = data(tmp_path, model, [{"chosen": chosen, "rejected": rejected}], {"kind": "pairs"})
+    cfg = data([{"chosen": chosen, "rejected": rejected}], "pairs")
     (((_, first), (_, second)), _), *_ = rows(cfg)
     assert (first, second) == ("b a <end>", "a <end>")
 
 
-def test_what_is_known_of_a_pair_lies_beside_its_tokens(tmp_path, model):
+def test_what_is_known_of_a_pair_lies_beside_its_tokens(data):
     record = PAIR | {"margin": 2, "ref_chosen_logps": -1.5, "ref_rejected_logps": -7}
-    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+    cfg = data([record], "pairs")
     _, row = rows(cfg, fields=("margin", "reference"))[0]
     assert row["margin"][:12].tolist() == [2] * 11 + [0]
     assert row["reference"][:12].tolist() == [-1.5] * 5 + [-7] * 6 + [0]
 
 
-def test_a_sequence_that_is_rated_has_its_last_token_among_the_inputs(tmp_path, model):
-    cfg = data(tmp_path, model, [PAIR], {"kind": "pairs"})
+def test_a_sequence_that_is_rated_has_its_last_token_among_the_inputs(data):
+    cfg = data([PAIR], "pairs")
     ((first, _), (second, _)), row = rows(cfg, fields=("ends",))[0]
     assert (first, second) == ("1 + 2 = 3 <eos>", "1 + 2 = 4 5 <eos>")
     assert np.flatnonzero(row["ends"]).tolist() == [5, 12]
     assert (row["mask"] == row["ends"]).all()
 
 
-def test_a_labelled_answer_is_followed_by_another_to_its_prompt(tmp_path, model):
+def test_a_labelled_answer_is_followed_by_another_to_its_prompt(data):
     prompts = ["1 +", "1 +", "a"]
     records = [
         {"prompt": prompt, "completion": f" {i}", "label": i == 1}
         for i, prompt in enumerate(prompts)
     ]
-    cfg = data(tmp_path, model, records, {"kind": "labelled"})
+    cfg = data(records, "labelled")
     made = rows(cfg, 2, fields=("label", "mismatched"))
     assert [parts for parts, _ in made] == [
         [("1 + 0", "0 <eos>"), ("1 + 2", "2 <eos>")],
@@ -319,8 +308,8 @@ def test_a_labelled_answer_is_followed_by_another_to_its_prompt(tmp_path, model)
     assert len(plain) == 1
 
 
-def test_of_a_prompt_nothing_counts(tmp_path, model):
-    cfg = data(tmp_path, model, [{"prompt": "1 + 2 ="}], {"kind": "prompts"})
+def test_of_a_prompt_nothing_counts(data):
+    cfg = data([{"prompt": "1 + 2 ="}], "prompts")
     assert rows(cfg)[0][0] == [("1 + 2", "")]
 
 
@@ -328,9 +317,9 @@ def test_of_a_prompt_nothing_counts(tmp_path, model):
     ("overlong", "kept"),
     [("drop", ["a a a"]), ("cut", ["a a a a a a a a", "a a a"])],
 )
-def test_what_is_too_long_is_counted_and_told(tmp_path, model, overlong, kept):
+def test_what_is_too_long_is_counted_and_told(data, overlong, kept):
     records = [{"prompt": "a a", "completion": " a" * size} for size in (20, 1)]
-    cfg = data(tmp_path, model, records, {"kind": "chat"}, overlong=overlong, seq_len=8)
+    cfg = data(records, overlong=overlong, seq_len=8)
     feed = Feed(cfg, [0], 1)
     seen = [words(next(feed)["tokens"][0]).replace(" <pad>", "") for _ in range(len(kept))]
     assert seen == kept
@@ -354,25 +343,25 @@ def test_what_is_too_long_is_counted_and_told(tmp_path, model, overlong, kept):
     ],
 )
 def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(
-    tmp_path, model, kind, record, fields, tokens
+    data, kind, record, fields, tokens
 ):
-    cfg = data(tmp_path, model, [record], {"kind": kind}, seq_len=8, quarantine=5)
+    cfg = data([record], kind, seq_len=8, quarantine=5)
     said = f"line 1: {tokens} tokens, but data.seq_len=8; raise it, or set"
     with pytest.raises(DataError, match=said):
         rows(cfg, fields=fields)
 
 
-def test_a_pair_that_is_cut_keeps_something_of_both(tmp_path, model):
+def test_a_pair_that_is_cut_keeps_something_of_both(data):
     records = [{"prompt": "a", "chosen": " b" * 20, "rejected": " c c"}]
-    cfg = data(tmp_path, model, records, {"kind": "pairs"}, seq_len=12, overlong="cut")
+    cfg = data(records, "pairs", seq_len=12, overlong="cut")
     parts, _ = rows(cfg)[0]
     assert [len(inputs.split()) for inputs, _ in parts] == [9, 3]
 
 
-def test_units_are_packed_whole_and_resumed_in_the_middle_of_a_record(tmp_path, model):
+def test_units_are_packed_whole_and_resumed_in_the_middle_of_a_record(data):
     records = [{"messages": SUM}, {"messages": SUM[:2]}]
     record = {"kind": "chat", "train": "each"}
-    cfg = data(tmp_path, model, records, record, packing="fit", template=THINKS, seq_len=27)
+    cfg = data(records, record, packing="fit", template=THINKS, seq_len=27)
     feed = Feed(cfg, [0], 1)
     seen, states = [], [feed.state()]
     for _ in range(5):
@@ -404,8 +393,8 @@ def test_units_are_packed_whole_and_resumed_in_the_middle_of_a_record(tmp_path, 
         ({"prompt": [CALLS, SUM[0]]}, "prompts", "leaves out arguments of a call of message 0"),
     ],
 )
-def test_records_of_another_form_are_refused_by_line(tmp_path, model, record, kind, error):
-    cfg = data(tmp_path, model, [record], {"kind": kind})
+def test_records_of_another_form_are_refused_by_line(data, record, kind, error):
+    cfg = data([record], {"kind": kind})
     with pytest.raises(DataError, match=f"records.jsonl: line 1: .*{error}"):
         rows(cfg)
 
@@ -434,12 +423,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", READ)
-def test_keys_that_are_said_to_be_read_are_those_that_change_what_is_read(tmp_path, model, kind):
+def test_keys_that_are_said_to_be_read_are_those_that_change_what_is_read(data, kind):
     extras, *records = KINDS[kind]
     fields = {name: Field("batch seq", "float32", (1,) * ("teacher" in name)) for name in extras}
 
     def read(record):
-        cfg = data(tmp_path, model, [record], {"kind": kind})
+        cfg = data([record], kind)
         try:
             units = units_of(open_source(cfg.sources[0], split="all"), 0, cfg, fields)
         except DataError as error:
@@ -455,8 +444,8 @@ def test_keys_that_are_said_to_be_read_are_those_that_change_what_is_read(tmp_pa
     assert found == READ[kind]
 
 
-def test_bytes_have_the_template_that_is_named(tmp_path, model):
-    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template="plain")
+def test_bytes_have_the_template_that_is_named(data):
+    cfg = data([{"messages": SUM[:2]}], template="plain")
     cfg = DataConfig.model_validate(cfg.model_dump() | {"tokenizer": {"kind": "bytes"}})
     feed = Feed(cfg, [0], 1)
     row = {name: array[0] for name, array in next(feed).items()}

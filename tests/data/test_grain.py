@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import documents
@@ -51,15 +52,9 @@ def cfg(call, **changes):
 
 @pytest.fixture(autouse=True)
 def by_its_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or _module())
-
-
-def _module():
-    import types
-
     module = types.ModuleType(__name__)
     module.__dict__.update(globals())
-    return module
+    monkeypatch.setitem(sys.modules, __name__, module)
 
 
 def test_elements_are_documents_with_their_transforms_and_without_what_is_filtered():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-import tokenizers
 from huggingface_hub import constants
 from parity import GOLDENS
+from tokenizer_files import of_words
 
 from maxstack import cli, config
 from maxstack.commands import convert
@@ -63,13 +63,8 @@ class Answer(BaseHTTPRequestHandler):
             return self.refuse(403, "GatedRepo")
         files = sorted(path.name for path in self.server.folder.iterdir())
         if not file:
-            body = json.dumps(
-                {
-                    "id": "Some/Llama",
-                    "sha": commit,
-                    "siblings": [{"rfilename": name} for name in files],
-                }
-            ).encode()
+            siblings = [{"rfilename": name} for name in files]
+            body = json.dumps({"id": "Some/Llama", "sha": commit, "siblings": siblings}).encode()
         elif file not in files:
             return self.refuse(404, "EntryNotFound")
         else:
@@ -97,10 +92,7 @@ def server(tmp_path, monkeypatch):
     (folder / "config.json").write_text(
         json.dumps(described | {"auto_map": {"AutoModel": "modeling_llama.LlamaForCausalLM"}})
     )
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>")
-    )
-    words.save(str(folder / "tokenizer.json"))
+    of_words(["<s>", "</s>", "a", "<unk>"]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     for name in ("modeling.py", "pytorch_model.bin", "consolidated.safetensors", "README.md"):
         (folder / name).write_bytes(b"not to be read")
@@ -124,22 +116,24 @@ def server(tmp_path, monkeypatch):
     huggingface_hub.close_session()
 
 
-def offline(served, monkeypatch):
+def configured(name):
+    """The configuration of a run that starts from a model."""
+    return load({"model": {"from": name}, "data": DATA})
+
+
+def offline(monkeypatch):
     """A new process where HF_HUB_OFFLINE is set."""
     hub.download_snapshot.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def test_a_configuration_pins_the_commit_and_downloads_no_weights(server):
-    cfg = load({"model": {"from": "Some/Llama"}, "data": DATA})
+    cfg = configured("Some/Llama")
     assert cfg.model.weights == f"Some/Llama@{COMMIT}" and cfg.model.layers == 3
     assert cfg.data.tokenizer.path == f"Some/Llama@{COMMIT}/tokenizer.json"
     assert sorted(server.asked) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
     assert open_tokenizer(cfg.data.tokenizer).vocab_size == 4
-    assert (
-        load({"model": {"from": "Some/Llama@v1"}, "data": DATA}).model.weights
-        == f"Some/Llama@{OLD}"
-    )
+    assert configured("Some/Llama@v1").model.weights == f"Some/Llama@{OLD}"
 
 
 def test_only_files_that_are_read_are_downloaded_and_each_once(server, monkeypatch):
@@ -147,7 +141,7 @@ def test_only_files_that_are_read_are_downloaded_and_each_once(server, monkeypat
     assert contents.tensors.keys() == Contents(GOLDENS / "llama").tensors.keys()
     wanted = ["config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json"]
     assert sorted(server.asked) == wanted
-    offline(server, monkeypatch)
+    offline(monkeypatch)
     assert Contents(f"Some/Llama@{COMMIT}").mapping == contents.mapping
     assert Contents("Some/Llama").mapping == contents.mapping
     assert sorted(server.asked) == wanted
@@ -156,7 +150,7 @@ def test_only_files_that_are_read_are_downloaded_and_each_once(server, monkeypat
 def test_what_a_pinned_configuration_says_is_read_by_a_machine_that_has_nothing_yet(
     server, tmp_path
 ):
-    text = config.dump(load({"model": {"from": "Some/Llama"}, "data": DATA}))
+    text = config.dump(configured("Some/Llama"))
     (tmp_path / "config.yml").write_text(text)
     shutil.rmtree(tmp_path / "cache")
     hub.download_snapshot.cache_clear()
@@ -191,8 +185,7 @@ def test_score_takes_a_name_whatever_lies_in_the_working_folder(server, tmp_path
 
 def test_a_folder_of_that_name_comes_first(server, tmp_path):
     shutil.copytree(GOLDENS / "llama", tmp_path / "Some" / "Llama")
-    cfg = load({"model": {"from": "Some/Llama"}, "data": DATA})
-    assert cfg.model.weights == "Some/Llama" and not server.asked
+    assert configured("Some/Llama").model.weights == "Some/Llama" and not server.asked
 
 
 @pytest.mark.parametrize(
@@ -215,7 +208,7 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
 )
 def test_a_name_that_leads_nowhere_is_told_in_a_sentence(server, name, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        load({"model": {"from": name}, "data": DATA})
+        configured(name)
     assert "\n" not in str(caught.value) and "hf download" not in str(caught.value)
 
 
@@ -230,8 +223,8 @@ def test_a_gated_model_asks_to_log_in(server):
 
 
 def test_offline_the_message_names_the_variable_what_to_run_and_the_cache(server, monkeypatch):
-    cfg = load({"model": {"from": "Some/Llama"}, "data": DATA})
-    offline(server, monkeypatch)
+    cfg = configured("Some/Llama")
+    offline(monkeypatch)
     with pytest.raises(
         ConfigError,
         match=f"Some/Llama: .*HF_HUB_OFFLINE is set .*{constants.HF_HUB_CACHE}: unset it, or run "

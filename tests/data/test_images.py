@@ -11,14 +11,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
-from pydantic import TypeAdapter
+from source_files import opened, write_array_records
 
 from maxstack import cli, train
 from maxstack.data.feed import Feed
 from maxstack.data.images import decode_image as decoded
-from maxstack.data.sources import open_source, open_sources
+from maxstack.data.sources import open_sources
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource, DataConfig
+from maxstack.schema.data import DataConfig
 from maxstack.schema.objective import RowField
 
 SIDE, NUMBER = 8, 12
@@ -55,18 +55,22 @@ def scans(count):
     return whole[:-2] + whole[last:-2] * more + whole[-2:]
 
 
-def tar():
+def tar(members=None):
+    if members is None:
+        pictures = {f"part/{i:02}.png": picture(i) for i in range(NUMBER)}
+        members = pictures | {f"part/{i:02}.cls": f"{i % 3}\n".encode() for i in range(NUMBER)}
     with tarfile.open("a.tar", "w") as out:
-        for i in range(NUMBER):
-            for suffix, content in (("png", picture(i)), ("cls", f"{i % 3}\n".encode())):
-                member = tarfile.TarInfo(f"part/{i:02}.{suffix}")
-                member.size = len(content)
-                out.addfile(member, io.BytesIO(content))
+        for name, content in sorted(members.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            out.addfile(member, io.BytesIO(content))
     return {"kind": "tar", "files": ["a.tar"]}
 
 
-def parquet():
-    rows = [{"image": {"bytes": picture(i), "path": None}, "label": i % 3} for i in range(NUMBER)]
+def parquet(rows=None):
+    if rows is None:
+        pictures = ({"bytes": picture(i), "path": None} for i in range(NUMBER))
+        rows = [{"image": image, "label": i % 3} for i, image in enumerate(pictures)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet", row_group_size=5)
     return {"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}}
 
@@ -93,45 +97,45 @@ def example(**features):
 
 
 def array_record(records=None, kind="image"):
-    from array_record.python.array_record_module import ArrayRecordWriter
-
     if records is None:
         records = [example(image=picture(i), label=i % 3) for i in range(NUMBER)]
-    writer = ArrayRecordWriter("a.array_record", "group_size:1")
-    for record in records:
-        writer.write(record)
-    writer.close()
+    write_array_records("a.array_record", records)
     return {"kind": "array_record", "files": ["a.array_record"], "record": {"kind": kind}}
 
 
 SOURCES = {"images": folders, "tar": tar, "parquet": parquet, "array_record": array_record}
 
 
-def opened(source):
-    return open_source(TypeAdapter(AnySource).validate_python(source))
+@pytest.fixture
+def feed():
+    """Makes feeds and closes them."""
+    made = []
 
-
-def feed(source, lanes=range(4), batch=4, evaluation=False, classes=3, dtype="uint8", **changes):
-    cfg = DataConfig.model_validate(
-        {
-            "sources": [source],
-            "seq_len": 4,
-            "packing": "none",
-            "image": {"crop": "none", "flip": False},
+    def make(source, lanes=range(4), evaluation=False, classes=3, dtype="uint8", **changes):
+        data = {"sources": [source], "seq_len": 4, "packing": "none"}
+        data |= {"image": {"crop": "none", "flip": False}} | changes
+        fields = {
+            "image": RowField("batch", dtype, (SIDE, SIDE, 3)),
+            "label": RowField("batch", "int32", below=classes),
+            "real": RowField("batch", "float32"),
         }
-        | changes
-    )
-    fields = {
-        "image": RowField("batch", dtype, (SIDE, SIDE, 3)),
-        "label": RowField("batch", "int32", below=classes),
-        "real": RowField("batch", "float32"),
-    }
-    return Feed(cfg, [*lanes], batch, evaluation=evaluation, fields=fields)
+        cfg = DataConfig.model_validate(data)
+        made.append(Feed(cfg, [*lanes], 4, evaluation=evaluation, fields=fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def three(feed):
+    """Batches of all pictures."""
+    return [next(feed) for _ in range(NUMBER // 4)]
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_source_gives_pictures_and_their_classes(kind):
-    documents = opened(SOURCES[kind]())
+    documents = opened(**SOURCES[kind]())
     assert len(documents) == NUMBER
     for i in range(NUMBER):
         content, label = documents[i]
@@ -141,18 +145,15 @@ def test_a_source_gives_pictures_and_their_classes(kind):
 
 
 @pytest.mark.slow
-def test_changes_depend_on_neither_lanes_nor_workers_nor_a_restart():
+def test_changes_depend_on_neither_lanes_nor_workers_nor_a_restart(feed):
     image = {"crop": "inception", "flip": True, "randaugment": {"layers": 2}, "shift": 1}
 
     def batches(lanes=range(4), count=6, restore=None, **more):
         made = feed(folders(), lanes, image=image, **more)
-        try:
-            if restore is not None:
-                made.restore(restore)
-            found = [next(made)["image"].copy() for _ in range(count)]
-            return np.stack(found), made.state()
-        finally:
-            made.close()
+        if restore is not None:
+            made.restore(restore)
+        found = [next(made)["image"].copy() for _ in range(count)]
+        return np.stack(found), made.state()
 
     whole, _ = batches()
     assert len({image.tobytes() for batch in whole for image in batch}) > NUMBER  # epochs differ
@@ -162,14 +163,11 @@ def test_changes_depend_on_neither_lanes_nor_workers_nor_a_restart():
     np.testing.assert_array_equal(batches(count=4, restore=state)[0], whole[2:])
 
 
-def test_evaluation_reads_every_picture_once_and_pads(tmp_path):
+def test_evaluation_reads_every_picture_once_and_pads(feed):
     source = folders() | {"holdout": 0.5}
-    held = len(opened(source | {"holdout": 0.0})) - len(opened(source))
-    made = feed(source, evaluation=True, image={"crop": "inception", "randaugment": {}})
-    try:
-        batches = [next(made) for _ in range(-(-NUMBER // 4))]
-    finally:
-        made.close()
+    held = NUMBER - len(opened(**source))
+    image = {"crop": "inception", "randaugment": {}}
+    batches = three(feed(source, evaluation=True, image=image))
     real = np.concatenate([batch["real"] for batch in batches])
     assert real.sum() == held and 0 < held < NUMBER
     images = np.concatenate([batch["image"] for batch in batches])
@@ -183,22 +181,16 @@ def test_evaluation_reads_every_picture_once_and_pads(tmp_path):
         (lambda path: path.write_bytes(scans(101)), "more than 100 scans"),
     ],
 )
-def test_a_broken_picture_is_named_and_passed_over_where_it_may(damage, message):
+def test_a_broken_picture_is_named_and_passed_over_where_it_may(feed, damage, message):
     source = folders()
     (path,) = Path("train").glob("*/04.png")
     damage(path)
-    made = feed(source)
     with pytest.raises(DataError, match=message):
-        for _ in range(3):
-            next(made)
-    made.close()
+        three(feed(source))
     made = feed(source, quarantine=1)
-    try:
-        numbers = [i[0, 0, 0] // 10 for _ in range(3) for i in next(made)["image"]]
-        assert 4 not in numbers
-        assert any(message in line for line in made.skipped())
-    finally:
-        made.close()
+    images = np.concatenate([batch["image"] for batch in three(made)])
+    assert 4 not in images[:, 0, 0, 0] // 10
+    assert any(message in line for line in made.skipped())
 
 
 def numbers(shape=(SIDE, SIDE, 3)):
@@ -213,40 +205,31 @@ def npz(shape=(SIDE, SIDE, 3)):
     return {"kind": "npz", "files": ["*.npz"]}
 
 
-def of_bytes():
-    records = [example(latents=x.tobytes(), label=i % 3) for i, x in enumerate(numbers())]
-    return array_record(records, "latents")
-
-
-def of_floats():
-    records = [example(latents=x.ravel(), label=i % 3) for i, x in enumerate(numbers())]
-    return array_record(records, "latents")
-
-
-@pytest.mark.parametrize("source", [npz, of_bytes, of_floats])
-def test_latents_are_rows_as_they_are(source):
-    made = feed(source(), dtype="float16")
-    try:
-        batches = [next(made) for _ in range(NUMBER // 4)]
-    finally:
-        made.close()
+@pytest.mark.parametrize("form", ["npz", "bytes", "floats"])
+def test_latents_are_rows_as_they_are(feed, form):
+    if form == "npz":
+        source = npz()
+    else:
+        latents = [x.tobytes() if form == "bytes" else x.ravel() for x in numbers()]
+        records = [example(latents=x, label=i % 3) for i, x in enumerate(latents)]
+        source = array_record(records, "latents")
     wanted = {row.tobytes(): i % 3 for i, row in enumerate(numbers())}
     rows = {
         row.tobytes(): label
-        for batch in batches
+        for batch in three(feed(source, dtype="float16"))
         for row, label in zip(batch["image"], batch["label"], strict=True)
     }
     assert rows == wanted
 
 
-def test_two_sources_number_their_classes_alike():
+def test_two_sources_number_their_classes_alike(feed):
     folders()
     named = [{"kind": "images", "files": [f"train/{name}/*.png"]} for name in ("cat", "dog")]
     cfg = {"sources": named, "seq_len": 4, "packing": "none"}
     with pytest.raises(DataError, match="the same number would mean two classes"):
         open_sources(DataConfig.model_validate(cfg))
-    made = feed(folders())
-    assert made.describe() == ["images-0: 12 documents; 3 classes: 0 cat, 1 dog, 2 eel"]
+    told = feed(folders()).describe()
+    assert told == ["images-0: 12 documents; 3 classes: 0 cat, 1 dog, 2 eel"]
 
 
 @pytest.mark.slow
@@ -260,13 +243,25 @@ def test_evaluation_data_number_their_classes_as_training_does(capsys):
     assert "the same number would mean two classes" in capsys.readouterr().err
 
 
-def test_a_picture_without_a_class_in_a_tar_is_named():
-    member = tarfile.TarInfo("lone.png")
-    member.size = len(picture(0))
-    with tarfile.open("b.tar", "w") as out:
-        out.addfile(member, io.BytesIO(picture(0)))
-    documents = opened({"kind": "tar", "files": ["b.tar"]})
-    with pytest.raises(DataError, match="lone: has no .cls beside it"):
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (lambda: tar({"lone.png": picture(0)}), "lone: has no .cls beside it"),
+        (lambda: array_record([b"no example"]), "record 0: not a tf.train.Example"),
+        (
+            lambda: parquet([{"image": "a.png", "label": 1}]),
+            "a.parquet: record 0: 'image' is a str, not the bytes of a picture",
+        ),
+        (
+            lambda: parquet([{"image": b"", "label": "cat"}]),
+            "a.parquet: record 0: 'label' is \"?'cat'\"?, not the number of a class",
+        ),
+    ],
+    ids=["no class", "no example", "no picture", "no number"],
+)
+def test_a_record_that_is_no_picture_with_a_class_is_named(source, said):
+    documents = opened(**source())
+    with pytest.raises(DataError, match=said):
         documents[0]
 
 
@@ -337,24 +332,19 @@ BROKEN = {
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("name", BROKEN)
-def test_whatever_pillow_raises_is_a_broken_record_with_its_name(name, monkeypatch):
+def test_whatever_pillow_raises_is_a_broken_record_with_its_name(feed, name, monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("starts a program"))
     source = folders()
     (path,) = Path("train").glob("*/04.png")
     path = path.rename(path.with_name("04.jpg"))
     path.write_bytes(BROKEN[name]())
-    made = feed(source | {"files": ["train/*/*"]})
     with pytest.raises(DataError, match=r"04\.jpg: not a readable picture: "):
-        for _ in range(3):
-            next(made)
-    made.close()
+        three(feed(source | {"files": ["train/*/*"]}))
 
 
-def test_latents_of_another_shape_are_named():
-    made = feed(npz((4, 4, 3)), dtype="float16")
+def test_latents_of_another_shape_are_named(feed):
     with pytest.raises(DataError, match=r"a.npz: record .: latents of shape \[4, 4, 3\]"):
-        next(made)
-    made.close()
+        next(feed(npz((4, 4, 3)), dtype="float16"))
     for arrays, message in (
         ({"latents": numbers()}, "must hold latents and label"),
         ({"latents": numbers(), "label": np.arange(3)}, r"must be \[N, S, S, C\] and \[N\]"),
@@ -366,42 +356,19 @@ def test_latents_of_another_shape_are_named():
     ):
         np.savez("a.npz", **arrays)
         with pytest.raises(DataError, match=message):
-            opened({"kind": "npz", "files": ["a.npz"]})
+            opened("npz", "a.npz")
 
 
-def test_a_record_that_is_no_example_is_named():
-    documents = opened(array_record([b"no example"]))
-    with pytest.raises(DataError, match="record 0: not a tf.train.Example"):
-        documents[0]
-
-
-def test_a_class_that_the_model_does_not_have_is_named():
-    made = feed(folders(), classes=2)
+def test_a_class_that_the_model_does_not_have_is_named(feed):
     with pytest.raises(DataError, match="is of class 2, but model.classes=2 counts from 0"):
-        for _ in range(3):
-            next(made)
-    made.close()
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"image": "a.png", "label": 1}, "'image' is a str, not the bytes of a picture"),
-        ({"image": b"", "label": "cat"}, "'label' is \"?'cat'\"?, not the number of a class"),
-    ],
-)
-def test_a_row_that_is_no_picture_is_named(row, message):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), "a.parquet")
-    documents = opened({"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}})
-    with pytest.raises(DataError, match=f"a.parquet: record 0: {message}"):
-        documents[0]
+        three(feed(folders(), classes=2))
 
 
 def test_a_tar_that_is_cut_short_is_named():
     source = tar()
     Path("a.tar").write_bytes(Path("a.tar").read_bytes()[:700])
     with pytest.raises(DataError, match="a.tar"):
-        opened(source)[0]
+        opened(**source)[0]
 
 
 def test_pictures_of_a_run_are_drawn(tmp_path, capsys):

@@ -1,14 +1,14 @@
 """Texts that are tokenized in parts."""
 
-import json
-
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from json_lines import write_texts
+from source_files import source_of
+from tokenizer_files import ALPHABET, learn_byte_level, learn_pieces
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from maxstack.data.long_texts import split_text, widest_token
 from maxstack.data.prepare import prepare
@@ -18,7 +18,6 @@ from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
     HuggingFaceTokenizer,
-    JsonlSource,
     SentencePieceTokenizer,
 )
 
@@ -28,23 +27,18 @@ TEXTS = ["the quick brown fox, 1234 times; it's über\n\n  déjà vu 中文 字\
 
 
 def _sentencepiece(path, **settings):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS),
-        model_prefix=str(path),
-        hard_vocab_limit=False,
-        minloglevel=2,
-        byte_fallback=True,
-        vocab_size=360,
-        **settings,
-    )
-    return SentencePieceTokenizer(kind="sentencepiece", path=f"{path}.model")
+    model = learn_pieces(path, TEXTS, 360, byte_fallback=True, **settings)
+    return SentencePieceTokenizer(kind="sentencepiece", path=model)
 
 
-def _huggingface(path, model, trainer, **parts):
+def _learnt(model, trainer, before):
     made = tokenizers.Tokenizer(model)
-    for name, part in parts.items():
-        setattr(made, name, part)
+    made.pre_tokenizer = before
     made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+def _huggingface(path, made):
     made.save(str(path))
     return HuggingFaceTokenizer(kind="huggingface", path=str(path))
 
@@ -53,10 +47,14 @@ def _huggingface(path, model, trainer, **parts):
 def made(tmp_path_factory):
     """Small tokenizers of each kind that is in use."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    byte_level = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     letters = sorted({*"".join(TEXTS), "\u2581"})
     plain = trainers.BpeTrainer(vocab_size=120, initial_alphabet=letters, show_progress=False)
+    metaspace = _learnt(models.BPE(unk_token=None), plain, pre_tokenizers.Metaspace())
+    pieces = trainers.WordPieceTrainer(
+        vocab_size=200, special_tokens=["[UNK]"], show_progress=False
+    )
+    words = _learnt(models.WordPiece(unk_token="[UNK]"), pieces, pre_tokenizers.BertPreTokenizer())
+    words.normalizer = normalizers.BertNormalizer()
     return {
         "bytes": BytesTokenizer(kind="bytes", eos=True),
         "unigram": _sentencepiece(folder / "unigram"),
@@ -66,28 +64,9 @@ def made(tmp_path_factory):
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
         ),
-        "byte level": _huggingface(
-            folder / "gpt.json",
-            models.BPE(),
-            byte_level,
-            pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoder=decoders.ByteLevel(),
-        ),
-        "metaspace": _huggingface(
-            folder / "metaspace.json",
-            models.BPE(unk_token=None),
-            plain,
-            pre_tokenizer=pre_tokenizers.Metaspace(),
-        ),
-        "words": _huggingface(
-            folder / "bert.json",
-            models.WordPiece(unk_token="[UNK]"),
-            trainers.WordPieceTrainer(
-                vocab_size=200, special_tokens=["[UNK]"], show_progress=False
-            ),
-            normalizer=normalizers.BertNormalizer(),
-            pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
-        ),
+        "byte level": _huggingface(folder / "gpt.json", learn_byte_level(TEXTS, 330)),
+        "metaspace": _huggingface(folder / "metaspace.json", metaspace),
+        "words": _huggingface(folder / "bert.json", words),
     }
 
 
@@ -125,10 +104,9 @@ def test_the_ids_of_parts_are_those_of_the_marked_text_and_as_many_as_its_size_s
     assert len(ids) >= tokenizer.fewest(document)
 
 
-BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTE_LEVEL = {"type": "ByteLevel"}
 SPEC = {
-    "model": {"type": "BPE", "vocab": dict.fromkeys([*BYTES, "\u00e9\u00e9\u00e9"])},
+    "model": {"type": "BPE", "vocab": dict.fromkeys([*ALPHABET, "\u00e9\u00e9\u00e9"])},
     "pre_tokenizer": BYTE_LEVEL,
     "added_tokens": [{"content": "<end>"}],
 }
@@ -151,7 +129,7 @@ def test_the_widest_token_is_known_where_a_tokenizer_drops_nothing(changes, most
 
 
 def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
-    vocab = {letter: i for i, letter in enumerate(BYTES) if letter != "a"}
+    vocab = {letter: i for i, letter in enumerate(ALPHABET) if letter != "a"}
     assert widest_token(SPEC | {"model": {"type": "BPE", "vocab": vocab}}) == (5, b"a")
 
 
@@ -164,9 +142,7 @@ def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):
 
 
 def test_a_text_that_is_too_long_is_refused_by_line_where_that_is_asked_for(tmp_path):
-    path, text = tmp_path / "lines.jsonl", "the quick brown fox, " * 200
-    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("short", text)))
-    source = JsonlSource(kind="jsonl", files=[str(path)])
-    cfg = DataConfig(sources=[source], seq_len=64, longest=1024, beyond="refuse")
+    write_texts(path := f"{tmp_path}/lines.jsonl", ["short", "the quick brown fox, " * 200])
+    cfg = DataConfig(sources=[source_of("jsonl", path)], seq_len=64, longest=1024, beyond="refuse")
     with pytest.raises(DataError, match="line 2: a text of 4,200 bytes, .*longest=1024"):
         prepare(cfg, str(tmp_path / "shards"))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from json_lines import write_rows
 
 from maxstack.data.conversations import Completion, read_example, read_preference, read_prompt
 from maxstack.data.examples import units_of
@@ -146,9 +147,13 @@ PROMPTS = [
 ]
 
 
+def config(record, path="a", **fields):
+    source = {"kind": "jsonl", "files": [path], "record": record}
+    return DataConfig.model_validate({"sources": [source]} | fields)
+
+
 def kind_of(record):
-    data = {"sources": [{"kind": "jsonl", "files": ["a"], "record": record}]}
-    cfg = DataConfig.model_validate(data)
+    cfg = config(record)
     assert cfg.packing == "fit"
     return cfg.sources[0].record
 
@@ -208,18 +213,10 @@ def test_a_system_message_makes_texts_a_conversation():
 
 
 def test_a_file_is_trained_on_and_says_what_it_does_not_read(tmp_path):
-    rows = [{"instruction": "Add.", "input": "1", "output": "3", "text": "all"}] * 3
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig.model_validate(
-        {
-            "sources": [
-                {"kind": "jsonl", "files": [f"{tmp_path}/a.jsonl"], "record": {"preset": "alpaca"}}
-            ],
-            "tokenizer": {"kind": "bytes", "eos": True},
-            "template": "plain",
-            "seq_len": 64,
-        }
-    )
+    row = {"instruction": "Add.", "input": "1", "output": "3", "text": "all"}
+    write_rows(path := f"{tmp_path}/a.jsonl", [row] * 3)
+    tokenizer = {"kind": "bytes", "eos": True}
+    data = config({"preset": "alpaca"}, path, tokenizer=tokenizer, template="plain", seq_len=64)
     feed = Feed(data, [0], 1)
     assert feed.describe() == ["jsonl-0: 3 documents; not read: text"]
     batch = next(feed)
@@ -237,11 +234,9 @@ def test_a_file_is_trained_on_and_says_what_it_does_not_read(tmp_path):
     ],
 )
 def test_a_record_of_another_shape_is_told_with_its_place(tmp_path, record, row, said):
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    data = DataConfig.model_validate(
-        {"sources": [{"kind": "jsonl", "files": [f"{tmp_path}/a.jsonl"], "record": record}]}
-    )
-    documents = open_source(data.sources[0], split="all")
+    write_rows(path := f"{tmp_path}/a.jsonl", [row])
+    data = config(record, path)
+    documents = open_source(data.sources[0])
     with pytest.raises(DataError, match=rf"a\.jsonl.*{said}"):
         units_of(documents, 0, data, {})
 

@@ -10,16 +10,16 @@ import time
 import fsspec
 import huggingface_hub.constants
 import pytest
-import tokenizers
-from object_store import hub, served
-from pydantic import TypeAdapter
+from json_lines import lines_of_texts
+from object_store import environment, hub, served
+from source_files import opened, source_of, texts_of
+from tokenizer_files import learn_byte_level
 
 from maxstack.config import storage
 from maxstack.data.engines import Processes
 from maxstack.data.prepare import prepare
-from maxstack.data.sources import open_source
 from maxstack.errors import StoreError
-from maxstack.schema.data import AnySource, DataConfig
+from maxstack.schema.data import DataConfig
 
 pytestmark = pytest.mark.slow  # the servers and drivers come with the extra test-all
 TEXTS = [f"document {i} of a store, " * (i % 7 + 1) for i in range(60)]
@@ -39,12 +39,8 @@ def fresh(tmp_path, monkeypatch):
 def bucket(request, monkeypatch):
     """The proxy of a store and the URL of its empty bucket."""
     with served(request.param) as store:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
-        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which asks Google
+        for variable, value in environment(store).items():
+            monkeypatch.setenv(variable, value)
         name = f"bucket-{secrets.token_hex(4)}"  # moto's servers of one process share their data
         fsspec.filesystem(request.param, use_listings_cache=False).mkdir(name)
         yield store, f"{request.param}://{name}"
@@ -56,30 +52,24 @@ def write(path, content):
 
 
 def lines(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    return lines_of_texts(texts).encode()
 
 
-def opened(url, kind="jsonl"):
-    return open_source(TypeAdapter(AnySource).validate_python({"kind": kind, "files": [url]}))
-
-
-def contents(documents):
-    return [bytes(documents[i]).decode() for i in range(len(documents))]
+def read(url):
+    return texts_of(opened("jsonl", url))
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
 def test_shards_made_of_and_at_a_store_that_fails_are_those_of_a_folder(bucket, tmp_path):
     store, url = bucket
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.train_from_iterator(TEXTS, tokenizers.trainers.BpeTrainer(vocab_size=300))
+    model = learn_byte_level(TEXTS, 300)
 
     def prepared(folder, out):
         for part in range(3):
             write(f"{folder}/in/{part}.jsonl", lines(TEXTS[part::3]))
         write(f"{folder}/tokenizer.json", model.to_str().encode())
         cfg = {
-            "sources": [{"kind": "jsonl", "files": [f"{folder}/in/*.jsonl"]}],
+            "sources": [source_of("jsonl", f"{folder}/in/*.jsonl")],
             "tokenizer": {"kind": "huggingface", "path": f"{folder}/tokenizer.json"},
             "seq_len": 8,
         }
@@ -106,12 +96,8 @@ def test_shards_made_of_and_at_a_store_that_fails_are_those_of_a_folder(bucket, 
     names = [f"{url}/in/{part}.jsonl" for part in range(3)]
     assert files == [[name, *storage.stamp(name)] for name in names]
     assert all(version for _, _, version in files)
-    read = open_source(
-        TypeAdapter(AnySource).validate_python(
-            {"kind": "array_record", "content": "tokens", "files": [f"{url}/out/*.array_record"]}
-        )
-    )
-    assert len(read) == len(TEXTS)
+    found = opened("array_record", f"{url}/out/*.array_record", content="tokens")
+    assert len(found) == len(TEXTS)
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs"], indirect=True)
@@ -134,7 +120,7 @@ def test_a_file_is_read_some_ranges_ahead_and_no_more(bucket, monkeypatch):
         return wait if method == "GET" and "a.jsonl" in path else None
 
     store.fault = fault
-    assert contents(opened(f"{url}/a.jsonl")) == TEXTS * 40
+    assert read(f"{url}/a.jsonl") == TEXTS * 40
     assert 1 < most[0] <= storage.AHEAD + 1
 
 
@@ -150,20 +136,18 @@ def dataset(monkeypatch):
 
 
 def test_a_dataset_of_a_hub_is_read_and_pinned(dataset):
-    documents = opened("hf://datasets/Some/Data/**/*.jsonl")
-    assert contents(documents) == TEXTS
+    documents = opened("jsonl", "hf://datasets/Some/Data/**/*.jsonl")
+    assert texts_of(documents) == TEXTS
     before = [file.version for file in documents.files]
     dataset["a.jsonl"] = lines(TEXTS[29::-1])
-    again = opened("hf://datasets/Some/Data/**/*.jsonl")
-    assert contents(again) == TEXTS[29::-1] + TEXTS[30:]
-    assert [file.version == old for file, old in zip(again.files, before, strict=True)] == [
-        False,
-        True,
-    ]
+    again = opened("jsonl", "hf://datasets/Some/Data/**/*.jsonl")
+    assert texts_of(again) == TEXTS[29::-1] + TEXTS[30:]
+    after = [file.version for file in again.files]
+    assert before[0] != after[0] and before[1:] == after[1:]
 
 
 def test_a_file_of_a_hub_that_changed_after_it_was_listed_is_refused(dataset):
-    documents = opened("hf://datasets/Some/Data/*.jsonl", "text")
+    documents = opened("text", "hf://datasets/Some/Data/*.jsonl")
     dataset["a.jsonl"] = lines(TEXTS[29::-1])
     with pytest.raises(StoreError, match=r"^hf://datasets/Some/Data/a.jsonl: changed after it was"):
         documents[0]
@@ -176,7 +160,7 @@ def test_files_of_a_web_server_are_read_by_ranges(bucket, monkeypatch):
     fsspec.filesystem("s3").chmod(f"{url}/a.jsonl", "public-read")
     monkeypatch.setattr(storage, "RANGE", 1000)
     path = f"/{url.partition('://')[2]}/a.jsonl"
-    assert contents(opened(store.url + path)) == TEXTS
+    assert read(store.url + path) == TEXTS
     assert store.requests.count(f"GET {path}") > 3
 
 
@@ -190,6 +174,6 @@ def test_files_of_a_web_server_that_gives_no_ranges_are_read_whole(tmp_path, mon
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert contents(opened(f"{url}/a.jsonl")) == TEXTS
-        assert contents(opened(f"{url}/*.jsonl")) == TEXTS
+        assert read(f"{url}/a.jsonl") == TEXTS
+        assert read(f"{url}/*.jsonl") == TEXTS
         server.shutdown()

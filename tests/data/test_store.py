@@ -1,7 +1,6 @@
 """Data in an S3 store on loopback that fails in the ways of stores."""
 
 import io
-import json
 import logging
 
 import pyarrow
@@ -9,17 +8,17 @@ import pyarrow.parquet
 import pytest
 import tiny_config
 import yaml
-from object_store import served
+from json_lines import lines_of_texts
+from object_store import environment, served
 from processes import rows
-from pydantic import TypeAdapter
+from source_files import opened, texts_of
 
 from maxstack import cli, train
 from maxstack.config import storage
 from maxstack.data.feed import Feed
-from maxstack.data.sources import open_source
 from maxstack.errors import DataError
 from maxstack.report import goodput
-from maxstack.schema.data import AnySource, DataConfig
+from maxstack.schema.data import DataConfig
 
 pytestmark = pytest.mark.slow  # moto and s3fs come with the extra test-all
 TEXT = {"kind": "text", "files": ["s3://data/*.txt"]}
@@ -38,10 +37,8 @@ def store(shared_store, tmp_path, monkeypatch):
     import s3fs
 
     monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", shared_store.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for variable, value in environment(shared_store).items():
+        monkeypatch.setenv(variable, value)
     s3fs.S3FileSystem.clear_instance_cache()
     shared_store.fault = lambda method, path: None
     files = s3fs.S3FileSystem(use_listings_cache=False)
@@ -59,16 +56,11 @@ def put(name, content):
 
 
 def lines(texts=TEXTS):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    return lines_of_texts(texts).encode()
 
 
-def source(kind="jsonl", files="s3://data/*.jsonl", **fields):
-    return TypeAdapter(AnySource).validate_python({"kind": kind, "files": [files], **fields})
-
-
-def contents(cfg):
-    documents = open_source(cfg)
-    return [bytes(documents[i]) for i in range(len(documents))]
+def read(kind="jsonl"):
+    return texts_of(opened(kind, f"s3://data/*.{kind}"))
 
 
 def times(count, happens, of="GET /data/a"):
@@ -89,7 +81,7 @@ def test_what_passes_is_tried_again_and_told_once(store, caplog, happens, count)
     put("a.jsonl", lines())
     store.fault = times(count, happens)
     with caplog.at_level(logging.WARNING):
-        assert contents(source()) == [text.encode() for text in TEXTS]
+        assert read() == TEXTS
     told = [r.getMessage() for r in caplog.records if r.name == "maxstack.config.retries"]
     assert len(told) == 2, told
     assert told[0].startswith("s3://data does not answer: trying again for up to ")
@@ -103,7 +95,7 @@ def test_a_store_that_stays_away_is_an_error_after_the_time_for_it(store, monkey
     with pytest.raises(
         DataError, match=r"^s3://data/\*.jsonl: cannot be listed: Service Unavailable"
     ):
-        contents(source())
+        read()
 
 
 def parquet(texts=TEXTS):
@@ -116,7 +108,6 @@ def parquet(texts=TEXTS):
 @pytest.mark.parametrize(("kind", "made"), [("jsonl", lines), ("parquet", parquet)])
 def test_an_object_that_changes_while_it_is_copied_is_refused(store, kind, made):
     put(f"a.{kind}", made())
-    cfg = source(kind, f"s3://data/*.{kind}")
 
     def change():
         store.fault = lambda method, path: None
@@ -124,17 +115,15 @@ def test_an_object_that_changes_while_it_is_copied_is_refused(store, kind, made)
 
     store.fault = times(1, change)
     with pytest.raises(DataError, match=f"^s3://data/a.{kind}: changed while it was copied"):
-        contents(cfg)
-    assert contents(cfg) == [text.encode() for text in reversed(TEXTS)]
+        read(kind)
+    assert read(kind) == TEXTS[::-1]
 
 
 @pytest.mark.release
 def test_a_run_waits_for_a_store_that_vanishes_and_books_the_time_to_data(store, tmp_path):
     for i in range(120):
         put(f"{i:03d}.txt", (f"text {i} " * 12).encode())
-    base = yaml.safe_load(tiny_config.TINY)
-    base["model"]["layers"], base["model"]["pattern"] = 2, ["full"]
-    base["model"]["blocks"].pop("local")
+    base = tiny_config.of_one_kind()
 
     def run(name):
         cfg = {
@@ -178,7 +167,7 @@ def test_what_does_not_pass_is_an_error_at_once(store, status, says):
     store.fault = lambda method, path: status
     store.requests.clear()
     with pytest.raises(DataError, match=says):
-        contents(source())
+        read()
     assert len(store.requests) <= 4
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from tokenizer_files import ALPHABET, learn_pieces, of_words
 
 from maxstack.data.growth import max_growth
 from maxstack.data.sources import open_source
@@ -36,24 +37,16 @@ def folder(tmp_path_factory):
             "sp.model",
             vocab=320,
         )
-        for name, pre, decoder in (
-            (
-                "byte_level",
-                tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
-                tokenizers.decoders.ByteLevel(),
-            ),
-            ("metaspace", tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never"), None),
+        before, after = tokenizers.pre_tokenizers, tokenizers.decoders
+        letters, never = sorted({*TEXT.replace(" ", "\u2581")}), {"prepend_scheme": "never"}
+        for name, pre, decoder, alphabet in (
+            ("byte_level", before.ByteLevel(add_prefix_space=False), after.ByteLevel(), ALPHABET),
+            ("metaspace", before.Metaspace(**never), after.Metaspace(**never), letters),
         ):
             model = tokenizers.Tokenizer(
                 tokenizers.models.BPE(byte_fallback=name == "metaspace", unk_token=None)
             )
-            model.pre_tokenizer = pre
-            alphabet = (
-                tokenizers.pre_tokenizers.ByteLevel.alphabet()
-                if decoder
-                else sorted(set(TEXT.replace(" ", "\u2581")))
-            )
-            model.decoder = decoder or tokenizers.decoders.Metaspace(prepend_scheme="never")
+            model.pre_tokenizer, model.decoder = pre, decoder
             trainer = tokenizers.trainers.BpeTrainer(
                 vocab_size=400,
                 initial_alphabet=alphabet,
@@ -67,14 +60,24 @@ def folder(tmp_path_factory):
         yield folder
 
 
+def of_bytes(**keys):
+    return open_tokenizer(BytesTokenizer(kind="bytes", **keys))
+
+
+def of_pieces(path, **keys):
+    return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path=path, **keys))
+
+
+def of_file(path, **keys):
+    return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), **keys))
+
+
 def opened(name):
     if name == "bytes":
-        return open_tokenizer(BytesTokenizer(kind="bytes", eos=True))
+        return of_bytes(eos=True)
     if name == "sentencepiece":
-        return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="sp.model"))
-    return open_tokenizer(
-        HuggingFaceTokenizer(kind="huggingface", path=f"{name}.json", bos="<s>", eos="</s>")
-    )
+        return of_pieces("sp.model")
+    return of_file(f"{name}.json", bos="<s>", eos="</s>")
 
 
 @pytest.mark.parametrize("name", ["bytes", "sentencepiece", "byte_level", "metaspace"])
@@ -82,39 +85,21 @@ def test_decoding_gives_back_the_text_and_token_bytes_add_up_to_its_size(name):
     tokenizer = opened(name)
     ids = tokenizer.encode(TEXT.encode())
     assert ids.dtype == np.int32 and tokenizer.decode(ids).decode() == TEXT
-    assert (
-        tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
-        and tokenizer.token_bytes.dtype == np.int32
-    )
+    sizes = tokenizer.token_bytes
+    assert sizes.shape == (tokenizer.vocab_size,) and sizes.dtype == np.int32
     assert b"".join(tokenizer.pieces[token] for token in ids) == TEXT.encode()
-    assert tokenizer.token_bytes[ids].sum() == len(TEXT.encode())
-    assert tokenizer.token_bytes[ids[0]] == tokenizer.token_bytes[ids[-1]] == 0
+    assert sizes[ids].sum() == len(TEXT.encode()) and sizes[ids[0]] == sizes[ids[-1]] == 0
 
 
 def lossy(kind):
     """A tokenizer that normalises, collapses or drops spaces, and does not know all characters."""
-    text = (folder_text := "hello world how are you the fi world is x ") * 20
+    text = "hello world how are you the fi world is x " * 20
     if kind == "sentencepiece":
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(text.split()),
-            model_prefix="lossy",
-            vocab_size=30,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-        return open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="lossy.model"))
-    words = ["[UNK]", "<s>", *sorted({*folder_text.split()})]
-    model = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    model.normalizer, model.pre_tokenizer = (
-        tokenizers.normalizers.NFKC(),
-        tokenizers.pre_tokenizers.Whitespace(),
-    )
+        return of_pieces(learn_pieces("lossy", text.split(), 30))
+    model = of_words(["[UNK]", "<s>", *sorted({*text.split()})], "[UNK]")
+    model.normalizer = tokenizers.normalizers.NFKC()
     model.save("lossy.json")
-    return open_tokenizer(
-        HuggingFaceTokenizer(kind="huggingface", path="lossy.json", bos="<s>", eos="<s>")
-    )
+    return of_file("lossy.json", bos="<s>", eos="<s>")
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
@@ -139,14 +124,9 @@ def test_bytes_need_no_utf8():
 
 
 def test_begin_and_end_are_left_out_unless_asked_for():
-    plain = open_tokenizer(BytesTokenizer(kind="bytes", bos=False)).encode(b"ab")
-    sentence = open_tokenizer(
-        SentencePieceTokenizer(kind="sentencepiece", path="sp.model", bos=False, eos=False)
-    ).encode(b"")
-    hugging = open_tokenizer(
-        HuggingFaceTokenizer(kind="huggingface", path="byte_level.json")
-    ).encode(b"")
-    assert plain.tolist() == [97, 98] and not len(sentence) and not len(hugging)
+    assert of_bytes(bos=False).encode(b"ab").tolist() == [97, 98]
+    assert not len(of_pieces("sp.model", bos=False, eos=False).encode(b""))
+    assert not len(of_file("byte_level.json").encode(b""))
 
 
 def test_documents_begin_and_end_as_the_files_say_unless_told_otherwise(folder, tmp_path):
@@ -161,8 +141,8 @@ def test_documents_begin_and_end_as_the_files_say_unless_told_otherwise(folder, 
         model.save(str(path))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         open_tokenizer.cache_clear()
-        opened = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), **said))
-        return [*opened.bos], [*opened.eos]
+        found = of_file(path, **said)
+        return [*found.bos], [*found.eos]
 
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
     assert ends(named, "<s>") == ([0], [1]) and ends({}, "<s>") == ([0], [])
@@ -172,39 +152,30 @@ def test_documents_begin_and_end_as_the_files_say_unless_told_otherwise(folder, 
 
 
 def test_special_tokens_spelt_out_in_a_document_are_text():
-    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path="byte_level.json"))
+    tokenizer = of_file("byte_level.json")
     ids = tokenizer.encode(b"a</s>b")
     assert 1 not in ids and tokenizer.decode(ids) == b"a</s>b"
 
 
 def test_the_fingerprint_tells_models_and_their_ends_apart():
-    prints = {
-        opened(name).fingerprint for name in ("bytes", "sentencepiece", "byte_level", "metaspace")
-    }
-    prints.add(open_tokenizer(BytesTokenizer(kind="bytes", eos=False)).fingerprint)
-    prints.add(
-        open_tokenizer(
-            SentencePieceTokenizer(kind="sentencepiece", path="sp.model", eos=False)
-        ).fingerprint
-    )
-    assert len(prints) == 6
+    found = [opened(name) for name in ("bytes", "sentencepiece", "byte_level", "metaspace")]
+    found += [of_bytes(eos=False), of_pieces("sp.model", eos=False)]
+    assert len({tokenizer.fingerprint for tokenizer in found}) == 6
 
 
-@pytest.mark.parametrize("kind", [SentencePieceTokenizer, HuggingFaceTokenizer])
+@pytest.mark.parametrize("of_kind", [of_pieces, of_file])
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"garbage \xff", b"[" * 300_000])
-def test_a_missing_or_broken_file_is_an_error_that_names_it(kind, data, folder):
+def test_a_missing_or_broken_file_is_an_error_that_names_it(of_kind, data, folder):
     path = folder / f"broken-{0 if data is None else len(data)}"
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(DataError, match=path.name):
-        open_tokenizer(kind(kind=kind.model_fields["kind"].annotation.__args__[0], path=str(path)))
+        of_kind(str(path))
 
 
 def test_a_begin_token_that_the_file_lacks_is_an_error():
     with pytest.raises(DataError, match=r"byte_level.json.*'<bos>'.*data.tokenizer.bos.*'<s>'"):
-        open_tokenizer(
-            HuggingFaceTokenizer(kind="huggingface", path="byte_level.json", bos="<bos>")
-        )
+        of_file("byte_level.json", bos="<bos>")
 
 
 def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
@@ -212,7 +183,7 @@ def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
         input="corpus.txt", model_prefix="nobos", vocab_size=35, bos_id=-1, minloglevel=2
     )
     with pytest.raises(DataError, match=r"nobos.model.*BOS.*data.tokenizer.bos=false"):
-        open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="nobos.model"))
+        of_pieces("nobos.model")
 
 
 def test_the_vocabulary_is_compared_with_the_models():
@@ -225,7 +196,7 @@ def test_the_vocabulary_is_compared_with_the_models():
 
 @pytest.mark.parametrize("kind", ["vocabulary", "added token", "vocab.json"])
 def test_an_id_that_would_make_tables_of_gigabytes_is_refused(kind, tmp_path):
-    made = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
+    made = json.loads(of_words(["a"], "a").to_str())
     path = tmp_path / "tokenizer.json"
     if kind == "vocabulary":
         made["model"]["vocab"]["b"] = 10**9
@@ -239,12 +210,11 @@ def test_an_id_that_would_make_tables_of_gigabytes_is_refused(kind, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     path.write_text(json.dumps(made))
     with pytest.raises(DataError, match="1,?000,?000,?000"):
-        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+        of_file(path)
 
 
 def test_a_panic_of_a_library_in_rust_is_an_error_of_data():
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = of_words(["a"], "a")
     made.enable_truncation(2, stride=2)
     with pytest.raises(DataError, match="^a.json: `stride` must be strictly less"):
         call_rust("a.json", made.encode, "a a a")
@@ -281,7 +251,7 @@ def test_a_file_whose_steps_multiply_text_is_refused(name, made, tmp_path):
     path = tmp_path / "tokenizer.json"
     steps(name, *made).save(str(path))
     with pytest.raises(DataError, match=f"{path}.*{name}.* times as long"):
-        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+        of_file(path)
 
 
 def test_steps_as_published_tokenizers_have_them_are_taken():
@@ -301,7 +271,7 @@ def test_a_text_that_grows_is_encoded_in_smaller_parts(tmp_path, monkeypatch):
     model = steps("normalizer", tokenizers.normalizers.Replace("a", "b" * 1000))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     model.save(str(path))
-    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+    tokenizer = of_file(path)
     monkeypatch.setattr("maxstack.data.tokenizers.AT_ONCE", 2_000_000)
     sizes = [
         stop - start

@@ -7,6 +7,7 @@ import numpy as np
 import parity
 import pytest
 from engines import build
+from json_lines import read_rows, write_rows
 from safetensors.numpy import load_file, save_file
 
 from maxstack import cli
@@ -158,7 +159,7 @@ def test_an_adapter_of_experts_is_refused_by_the_name_of_their_weight(tmp_path):
 @pytest.mark.release
 def test_generate_answers_with_an_adapter_and_has_the_same_bits_in_any_company(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in PROMPTS))
+    write_rows(prompts, ({"tokens": tokens} for tokens in PROMPTS))
     model = str(parity.GOLDENS / "llama")
     command = ["generate", model, "--prompts", str(prompts), "--out", str(out), "--adapter", LORA]
     options = ["--temperature", "0", "--max-tokens", "8", "--ignore-eos"]
@@ -166,5 +167,5 @@ def test_generate_answers_with_an_adapter_and_has_the_same_bits_in_any_company(t
     assert cli.main([*command, *options, *sizes]) == 0, capsys.readouterr().err
     engine = engine_of(parity.GOLDENS / "llama", {"x": LORA})
     wanted = answers(engine, [(prompt, "x") for prompt in PROMPTS])
-    made = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
+    made = [row["tokens"] for row in read_rows(out)]
     assert made == [[token.token for token in tokens] for tokens in wanted]

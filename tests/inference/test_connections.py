@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import strangers
+from processes import until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -116,11 +117,13 @@ def serving(**options):
         assert not thread.is_alive()
 
 
-def until(true, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def rest_of(connection):
+    """What comes until a connection ends or is cut."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while more := connection.recv(4096):
+            answer += more
+    return answer
 
 
 ATTACKS = {
@@ -173,10 +176,8 @@ def test_each_wait_for_a_client_has_its_time(wait, hold, trickles, monkeypatch):
 def test_a_body_that_is_too_slow_is_refused_and_its_connection_closed(monkeypatch):
     monkeypatch.setattr(admission, "BODY_SECONDS", 0.3)
     with serving() as server, strangers.slow_bodies(server.at, b"/read", 1) as opened:
-        answer = b""
         opened[0].settimeout(10)
-        while more := opened[0].recv(4096):
-            answer += more
+        answer = rest_of(opened[0])
         assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
 
 
@@ -218,9 +219,7 @@ def test_where_all_connections_are_busy_another_one_is_told_so():
         with strangers.opened(server.at, 4, ask):
             until(lambda: [each.state for each in server.listener.open] == ["answer"] * 4)
             with socket.create_connection(server.at, 10) as one:
-                answer = b""
-                while more := one.recv(4096):
-                    answer += more
+                answer = rest_of(one)
             assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in answer
             assert server.figure("refused") == 1
             server.release.set()
@@ -286,13 +285,11 @@ INVALID = {
 
 
 def answer_of(at, sent):
-    """What comes until the end of the connection."""
-    answer = b""
-    with socket.create_connection(at, 10) as one, contextlib.suppress(ConnectionError):
-        one.sendall(sent)
-        while more := one.recv(4096):
-            answer += more
-    return answer
+    """What comes until the end of a connection by which this is sent."""
+    with socket.create_connection(at, 10) as one:
+        with contextlib.suppress(ConnectionError):
+            one.sendall(sent)
+        return rest_of(one)
 
 
 @pytest.mark.parametrize("kind", INVALID)

@@ -11,7 +11,7 @@ import parity
 import processes
 import pytest
 import tiers
-from engines import answers, build, finish, reset_engine
+from engines import answers, build, finish, outputs_of, reset_engine
 from flax import nnx
 
 from maxstack.errors import DataError
@@ -59,11 +59,9 @@ def cached_in(dtype):
     return [] if dtype == "null" else [f"serve.cache_dtype={dtype}"]
 
 
-def prompts_of(golden, part=""):
-    lengths = golden[f"{part}lengths"]
-    return [
-        row[:length].tolist() for row, length in zip(golden[f"{part}prompts"], lengths, strict=True)
-    ]
+def prompts_of(golden, part="", rows="prompts"):
+    pairs = zip(golden[part + rows], golden[f"{part}lengths"], strict=True)
+    return [row[:length].tolist() for row, length in pairs]
 
 
 def random_prompts(*lengths):
@@ -122,18 +120,13 @@ def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_pref
 @pytest.mark.parametrize("name", tiers.of(KINDS, "llama", slow=["qwen3_next"]))
 def test_an_embedding_is_the_state_that_gives_the_logits_of_transformers(name):
     golden = np.load(GOLDENS[name] / "golden.npz")
-    prompts = [
-        row[:length].tolist()
-        for row, length in zip(golden["tokens"], golden["lengths"], strict=True)
-    ]
+    prompts = prompts_of(golden, rows="tokens")
     sampling = Sampling(max_tokens=1, embed=True)
     made = []
     for limits in ({}, {"pages": (12,) * len(engine_of(name).scheduler.pools[0])}):
         engine = engine_of(name, **limits)
         numbers = [engine.add(prompt, sampling) for prompt in prompts]
-        outputs = {}
-        while engine.busy:
-            outputs |= {output.request: output for output in engine.step()}
+        outputs = {output.request: output for output in outputs_of(engine)}
         made.append(np.stack([outputs[number].embedding for number in numbers]))
         assert all(not output.tokens and output.finish for output in outputs.values())
     assert np.array_equal(*made)
@@ -153,10 +146,9 @@ def test_log_probabilities_of_prompt_and_answer_are_those_of_score(name):
         engine.add(prompt, dataclasses.replace(GREEDY, prompt_logprobs=0)) for prompt in prompts
     ]
     given, made = {}, {}
-    while engine.busy:
-        for output in engine.step():
-            given.setdefault(output.request, []).extend(output.prompt)
-            made.setdefault(output.request, []).extend(output.tokens)
+    for output in outputs_of(engine):
+        given.setdefault(output.request, []).extend(output.prompt)
+        made.setdefault(output.request, []).extend(output.tokens)
     texts = [[*given[number], *made[number]] for number in numbers]
     tokens = np.zeros((2, max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -182,9 +174,7 @@ def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, 
     def scores(cache_dtype):
         engine = engine_of(name, overrides=cached_in(cache_dtype))
         engine.add(prompts[0], sampling)
-        given = []
-        while engine.busy:
-            given += [token.logprob for output in engine.step() for token in output.prompt]
+        given = [token.logprob for output in outputs_of(engine) for token in output.prompt]
         return np.array(given[1:])
 
     apart = np.abs(scores(dtype) - scores("null"))
@@ -250,9 +240,8 @@ def test_a_preempted_request_reports_each_token_of_its_prompt_once():
     sampling = dataclasses.replace(GREEDY, prompt_logprobs=0, max_tokens=8)
     numbers = [engine.add(prompt, sampling) for prompt in prompts]
     given = {number: [] for number in numbers}
-    while engine.busy:
-        for output in engine.step():
-            given[output.request] += [token.token for token in output.prompt]
+    for output in outputs_of(engine):
+        given[output.request] += [token.token for token in output.prompt]
     assert engine.scheduler.preemptions > 0
     assert [given[number] for number in numbers] == prompts
 

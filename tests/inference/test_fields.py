@@ -55,8 +55,11 @@ def test_a_completions_ids_counts_and_offsets(server, tokenizer, echo):
             assert len(before.rstrip("\ufffd")) <= offset <= len(before)
             exact = echo and count <= len(prompt)
             assert not exact or offset == len(before.rstrip("\ufffd"))
-        for chosen, top in zip(said["token_logprobs"], said["top_logprobs"], strict=True):
-            assert chosen is None or chosen <= max(top.values()) + 1e-6
+        likely = [*zip(said["token_logprobs"], said["top_logprobs"], strict=True)]
+        if echo:
+            assert likely.pop(0) == (None, None)
+        for chosen, top in likely:
+            assert chosen <= max(top.values()) + 1e-6 and len(top) in (3, 4)
         generated += len(ids)
     usage = whole["usage"]
     assert usage["prompt_tokens"] == len(prompt) and usage["completion_tokens"] == generated
@@ -75,6 +78,7 @@ def test_a_stream_has_the_ids_offsets_and_counts_of_the_whole(server):
     for index, choice in enumerate(whole["choices"]):
         parts = [part for chunk in chunks for part in chunk.choices if part.index == index]
         assert "".join(part.text for part in parts) == choice["text"]
+        assert parts[-1].finish_reason == choice["finish_reason"]
         ids = [part.token_ids or () for part in parts]
         assert [*itertools.chain(*ids)] == choice["token_ids"]
         for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):

@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
+from tokenizer_files import learn_byte_level, of_words
 
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train_vocabulary
@@ -47,17 +48,7 @@ def compilers(tmp_path_factory):
     sources = [TextSource(kind="text", files=[str(folder / "corpus.txt")])]
     train_vocabulary(DataConfig(sources=sources), str(folder / "sp.model"), vocab=320)
 
-    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["</s>"],
-        show_progress=False,
-    )
-    byte_level.train_from_iterator([CORPUS], trainer)
-    byte_level.save(str(folder / "byte_level.json"))
+    learn_byte_level([CORPUS], 330, ["</s>"]).save(str(folder / "byte_level.json"))
 
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["\u2581", *'abcdenrtAT0123456789{}[]:,"', '{"', "na", "\u2581t", '":']
@@ -90,19 +81,19 @@ def compilers(tmp_path_factory):
             SentencePieceTokenizer(kind="sentencepiece", path=str(folder / "sp.model"), eos=True)
         ),
     }
-    stops = {name: int(tokenizer.encode(b"a")[-1]) for name, tokenizer in made.items()}
-    return {
-        name: (
-            tokenizer,
-            stops[name],
-            Compiler(Vocabulary.of(tokenizer, [stops[name]], tokenizer.vocab_size + 70)),
-        )
-        for name, tokenizer in made.items()
-    }
+    return {name: (tokenizer, *compiler_of(tokenizer)) for name, tokenizer in made.items()}
+
+
+def compiler_of(tokenizer):
+    stop = int(tokenizer.encode(b"a")[-1])
+    return stop, Compiler(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size + 70))
 
 
 def allowed(matcher):
-    mask = matcher.mask()
+    return tokens_of(matcher.mask())
+
+
+def tokens_of(mask):
     assert mask.dtype == np.int32
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
@@ -219,7 +210,7 @@ def test_masks_are_as_wide_as_the_models_vocabulary(compilers, vocab):
     tokenizer, stop, _ = compilers["bytes"]
     mask = Compiler(Vocabulary.of(tokenizer, [stop], vocab)).regex("(?s:.)*").copy().mask()
     assert mask.shape == (-(-vocab // 32),)
-    assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
+    assert tokens_of(mask).max() == stop
 
 
 @pytest.mark.parametrize(
@@ -382,10 +373,7 @@ def test_an_answer_that_the_tokenizer_cannot_write_is_refused_where_it_gets_stuc
 
 
 def test_a_tokenizer_that_changes_text_between_its_tokens_is_refused(tmp_path):
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    model.save(str(tmp_path / "words.json"))
-    path = str(tmp_path / "words.json")
+    of_words(["a", "?"], "?").save(path := str(tmp_path / "words.json"))
     tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
     with pytest.raises(ConfigError, match="words.json: grammars need a tokenizer"):
         Compiler(Vocabulary.of(tokenizer, [1], 2))

@@ -9,12 +9,12 @@ import types
 
 import numpy as np
 import pytest
+from engines import StandIn
 from served import make
 from starlette.requests import Request
 
 from maxstack.data.chat import read_chat_template
 from maxstack.data.tokenizers import open_prompt_tokenizer
-from maxstack.errors import DataError
 from maxstack.inference.pooling import read_pooling
 from maxstack.inference.request import Output, Token
 from maxstack.inference.server.admission import Access
@@ -24,7 +24,7 @@ from maxstack.inference.server.threads import LONG, Threads
 from maxstack.inference.service import Full, Service
 from maxstack.schema.data import HuggingFaceTokenizer
 
-LENGTH, DIM = 1 << 17, 2048
+DIM = 2048
 TOP = tuple((token, -1.0) for token in range(20))
 LOOP = 0.01
 """Seconds of processor time that a callback of the event loop may take here; 0.001 is the aim."""
@@ -35,43 +35,26 @@ def folder(tmp_path_factory):
     return make(tmp_path_factory.mktemp("served") / "model")
 
 
-class Engine:
+class Engine(StandIn):
     """Gives each request a token and a vector in one step, and its prompt if it is asked for."""
-
-    def __init__(self, length=LENGTH):
-        self.max_length, self.adapters, self._tasks = length, (), []
-        limits = types.SimpleNamespace(requests=4)
-        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
-
-    def check(self, prompt):
-        if not 0 < len(prompt) < self.max_length:
-            raise DataError(f"the prompt is {len(prompt)} tokens long")
 
     def add(self, prompt, sampling, *_):
         # As the real engine: to free a million unasked tokens would take the event loop 20 ms.
         shown = prompt if sampling.prompt_logprobs is not None else ()
-        self._tasks.append((len(self._tasks), shown))
-        return len(self._tasks) - 1
-
-    def abort(self, number):
-        pass
-
-    @property
-    def busy(self):
-        return any(self._tasks)
+        return super().add(shown, sampling)
 
     def step(self):
         outputs = []
-        for number, shown in filter(None, self._tasks[:]):
+        for number, (shown, _) in [*self.tasks.items()]:
             told = tuple(Token(token, -1.0, TOP) for token in shown)
             vector = np.ones(DIM, np.float32)
             outputs.append(Output(number, (Token(7, -1.0, TOP),), told, "length", 0, vector))
-            self._tasks[number] = None
+            del self.tasks[number]
         return outputs
 
 
-def app_of(folder, length=LENGTH):
-    engine = Engine(length)
+def app_of(folder, length=1 << 17):
+    engine = Engine(4, length)
     tokenizer = open_prompt_tokenizer(
         HuggingFaceTokenizer(kind="huggingface", path=str(folder / "tokenizer.json"))
     )

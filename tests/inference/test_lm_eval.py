@@ -1,6 +1,5 @@
 """lm-evaluation-harness, as a process that asks a server, beside `maxstack score`."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from json_lines import read_rows, write_rows
 from served import MARKS, make, serving
 
 from maxstack import cli
@@ -65,7 +65,7 @@ def questions(server):
 def evaluated(server, *options, **more):
     """Samples by task of the harness."""
     folder = server.folder
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions(server)))
+    write_rows(folder / "rows.jsonl", questions(server))
     for name, task in TASKS.items():
         task |= {"task": name, "dataset_path": "json", "test_split": "train"}
         task |= {"dataset_kwargs": {"data_files": f"{folder}/rows.jsonl"}}
@@ -82,7 +82,7 @@ def evaluated(server, *options, **more):
         check=True,
     )
     return {
-        name: [json.loads(line) for line in file.read_text().splitlines()]
+        name: read_rows(file)
         for name in TASKS
         for file in folder.glob(f"samples/tiny/samples_{name}_*.jsonl")
     }

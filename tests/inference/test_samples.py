@@ -1,10 +1,9 @@
 """eval.samples: texts that a run writes while it is trained."""
 
-import json
-
 import processes
 import pytest
 import tiny
+from json_lines import read_rows, write_rows
 
 from maxstack import cli, train
 from maxstack.config import dump
@@ -36,18 +35,17 @@ def test_samples_of_a_mesh_are_what_generate_answers_by_the_last_checkpoint(tmp_
     (tmp_path / "run.yml").write_text(dump(cfg))
     kept = f"run.compilation_cache={processes.COMPILED}"
     assert train.main([str(tmp_path / "run.yml"), kept]) == 0
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    samples = {row["step"]: row["samples"] for row in rows if "samples" in row}
+    rows = processes.rows(tmp_path / "run", "samples")
+    samples = {row["step"]: row["samples"] for row in rows}
     assert [*samples] == [2, 4] and samples[2] != samples[4]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "sample at step 4: alpha" in log
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    write_rows(prompts, ({"prompt": text} for text in PROMPTS))
     words = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "12"]
     words += ["--temperature", "0", "--ignore-eos", "serve.identical=any"]
     assert cli.main(["generate", str(tmp_path / "run"), *words]) == 0
-    answers = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    answers = [row["text"] for row in read_rows(out)]
     assert samples[4] == [text + answer for text, answer in zip(PROMPTS, answers, strict=True)]
 
 

@@ -7,7 +7,8 @@ import shutil
 import numpy as np
 import parity
 import pytest
-import tokenizers
+from json_lines import write_texts
+from tokenizer_files import of_words
 
 from maxstack import cli
 from maxstack.inference.score import read_texts
@@ -19,25 +20,12 @@ FLOAT32 = "model.dtype=float32"
 
 
 def scored(tmp_path, tokens, lengths, *options):
-    np.savez(tmp_path / "tokens.npz", tokens=tokens, lengths=lengths)
-    out = tmp_path / "out.npz"
-    assert (
-        cli.main(
-            [
-                "score",
-                str(FOLDER),
-                FLOAT32,
-                "--tokens",
-                str(tmp_path / "tokens.npz"),
-                "--out",
-                str(out),
-                *options,
-            ]
-        )
-        == 0
-    )
+    given, out = f"{tmp_path}/tokens.npz", f"{tmp_path}/out.npz"
+    np.savez(given, tokens=tokens, lengths=lengths)
+    command = ["score", str(FOLDER), FLOAT32, "--tokens", given, "--out", out, *options]
+    assert cli.main(command) == 0
     with np.load(out) as found:
-        return {name: found[name] for name in found}
+        return dict(found)
 
 
 def test_logits_and_log_probabilities_are_those_of_transformers(tmp_path, capsys):
@@ -70,104 +58,58 @@ def test_rows_do_not_depend_on_the_batch_and_the_padding(tmp_path):
 def test_texts_are_read_with_the_folders_tokenizer(tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(FOLDER, folder)
-    words = {word: i for i, word in enumerate(["<unk>", "<s>", *(f"w{i}" for i in range(126))])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    words = of_words(["<unk>", "<s>", *(f"w{i}" for i in range(126))])
+    words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "w9", "add_bos_token": True})
     )
-    (tmp_path / "texts.jsonl").write_text('{"text": "w3 w5 w8"}\n{"text": "w1"}\n')
-    assert (
-        cli.main(
-            [
-                "score",
-                str(folder),
-                "--data",
-                str(tmp_path / "texts.jsonl"),
-                "--out",
-                str(tmp_path / "out.npz"),
-            ]
-        )
-        == 0
-    )
-    found = np.load(tmp_path / "out.npz")
-    assert found["tokens"].tolist() == [[1, 5, 7, 10], [1, 3, 0, 0]] and found[
-        "lengths"
-    ].tolist() == [4, 2]
-    assert (found["logprobs"] < 0).tolist() == [
-        [False, True, True, True],
-        [False, True, False, False],
-    ]
+    texts, out = f"{tmp_path}/texts.jsonl", f"{tmp_path}/out.npz"
+    write_texts(texts, ["w3 w5 w8", "w1"])
+    assert cli.main(["score", str(folder), "--data", texts, "--out", out]) == 0
+    found = np.load(out)
+    assert found["tokens"].tolist() == [[1, 5, 7, 10], [1, 3, 0, 0]]
+    assert found["lengths"].tolist() == [4, 2]
+    scored = [[False, True, True, True], [False, True, False, False]]
+    assert (found["logprobs"] < 0).tolist() == scored
 
 
 def test_a_tokenizer_that_is_given_is_used_for_a_folder_without_one(tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "ab"}\n')
-    rows = read_texts(
-        str(tmp_path / "texts.jsonl"),
-        str(FOLDER),
-        ["data.tokenizer={kind: bytes}", "model.vocab=320"],
-        "--tokens FILE.npz",
-    )
+    overrides = ["data.tokenizer={kind: bytes}", "model.vocab=320"]
+    rows = read_texts(f"{tmp_path}/texts.jsonl", str(FOLDER), overrides, "--tokens FILE.npz")
     assert rows.tokens.tolist() == [[256, 97, 98]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["{folder}", "--out", "o.npz"], 1, "give one of --data FILE.jsonl, --tokens FILE.npz"),
-        (["{folder}", "--records", "r.jsonl", "--top", "4", "--out", "o.jsonl"], 1, "one answer"),
-        (["nowhere", "--tokens", "t.npz", "--out", "o.npz"], 1, "nowhere"),
-        (["{folder}", "--tokens", "t.npz", "--out", "no/o.npz"], 1, "the folder no does not exist"),
-        (["{folder}", "--tokens", "t.npz", "--out", "."], 1, "is a folder"),
+        ("FOLDER", 1, "give one of --data FILE.jsonl, --tokens FILE.npz"),
+        ("FOLDER --records r.jsonl --top 4", 1, "one answer"),
+        ("nowhere --tokens t.npz", 1, "nowhere"),
+        ("FOLDER --tokens t.npz --out no/o.npz", 1, "the folder no does not exist"),
+        ("FOLDER --tokens t.npz --out .", 1, "is a folder"),
+        ("FOLDER --data texts.jsonl", 1, "brings no tokenizer that maxstack reads"),
         (
-            ["{folder}", "--data", "texts.jsonl", "--out", "o.npz"],
-            1,
-            "brings no tokenizer that maxstack reads",
-        ),
-        (
-            ["{folder}", "data.tokenizer.kind=bytes", "--data", "texts.jsonl", "--out", "o.npz"],
+            "FOLDER data.tokenizer.kind=bytes --data texts.jsonl",
             2,
             "only 128, so it is not the model's; give --tokens FILE.npz, or the right "
             "data.tokenizer",
         ),
+        ("FOLDER --data t.npz", 1, "--data t.npz: is not JSONL"),
+        ("FOLDER --tokens t.npz --adapter none", 1, "none: no such folder"),
         (
-            ["{folder}", "--data", "t.npz", "--out", "o.npz"],
-            1,
-            "--data t.npz: is not JSONL",
-        ),
-        (
-            ["{folder}", "--tokens", "t.npz", "--out", "o.npz", "--adapter", "none"],
-            1,
-            "none: no such folder",
-        ),
-        (
-            [
-                "{folder}",
-                "--tokens",
-                "t.npz",
-                "--out",
-                "o.npz",
-                "--adapter",
-                "{folder}/../adapters/dora-qwen3",
-                "--adapter",
-                "{folder}/../adapters/fused-phi3",
-            ],
+            "FOLDER --tokens t.npz --adapter ADAPTERS/dora-qwen3 --adapter ADAPTERS/fused-phi3",
             1,
             "fused-phi3: is of another model",
         ),
         (
-            ["{folder}", "--tokens", "beyond.npz", "--out", "o.npz"],
+            "FOLDER --tokens beyond.npz",
             2,
             "row 1, position 2: token 128 is outside the model's vocabulary of 128",
         ),
-        (
-            ["{folder}", "--tokens", "names.npz", "--out", "o.npz"],
-            2,
-            "it must hold tokens and lengths",
-        ),
-        (["{folder}", "--tokens", "text.npz", "--out", "o.npz"], 2, "not a readable .npz file"),
-        (["{folder}", "--tokens", "short.npz", "--out", "o.npz"], 2, "nothing to score"),
+        ("FOLDER --tokens names.npz", 2, "it must hold tokens and lengths"),
+        ("FOLDER --tokens text.npz", 2, "not a readable .npz file"),
+        ("FOLDER --tokens short.npz", 2, "nothing to score"),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(
@@ -182,7 +124,9 @@ def test_a_mistake_is_named_and_nothing_is_written(
     np.savez("beyond.npz", tokens=tokens, lengths=[4, 4])
     (tmp_path / "text.npz").write_text("no")
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
-    assert cli.main(["score", *(word.format(folder=FOLDER) for word in arguments)]) == code
+    given = arguments.replace("FOLDER", f"{FOLDER}").replace("ADAPTERS", f"{FOLDER}/../adapters")
+    out = [] if "--out" in given else ["--out", "o.npz"]
+    assert cli.main(["score", *given.split(), *out]) == code
     assert says in capsys.readouterr().err and not list(tmp_path.rglob("o.npz*"))
 
 

@@ -8,8 +8,9 @@ import types
 import httpx
 import numpy as np
 import pytest
+from engines import StandIn
 
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import ConfigError
 from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
@@ -19,30 +20,12 @@ from maxstack.inference.server.state import State
 from maxstack.inference.service import EngineRequest, Failed, Full, Service
 
 
-class Engine:
+class Engine(StandIn):
     """An engine that gives a token a step, and fails at a step."""
 
     def __init__(self, fails=None):
-        limits = types.SimpleNamespace(requests=2)
-        self.adapters = ()
-        self.scheduler = types.SimpleNamespace(limits=limits, pools=[[]], running=[])
-        self.tasks, self.fails, self.steps, self.added = {}, fails, 0, 0
-
-    def check(self, prompt):
-        if not prompt:
-            raise DataError("the prompt is empty")
-
-    def add(self, prompt, sampling, priority, adapter, client):
-        self.added += 1
-        self.tasks[self.added] = sampling
-        return self.added
-
-    def abort(self, number):
-        self.tasks.pop(number, None)
-
-    @property
-    def busy(self):
-        return bool(self.tasks)
+        super().__init__(requests=2)
+        self.fails, self.steps = fails, 0
 
     def step(self):
         self.steps += 1
@@ -50,7 +33,7 @@ class Engine:
         if self.steps == self.fails:
             raise RuntimeError("out of memory")
         outputs = []
-        for number, sampling in [*self.tasks.items()]:
+        for number, (_, sampling) in [*self.tasks.items()]:
             if sampling.grammar:
                 sampling.grammar.accept(7)
             finish = "stop" if sampling.grammar and sampling.grammar.finished else None
@@ -60,22 +43,35 @@ class Engine:
         return outputs
 
 
+ENDLESS = EngineRequest([1], Sampling(max_tokens=10**9))
+
+
+def answered(ask):
+    """The value of a coroutine, soon."""
+    return asyncio.run(asyncio.wait_for(ask, 20))
+
+
+def started(waiting=2, **options):
+    """A service that runs."""
+    service = Service(Engine(**options), waiting)
+    service.start()
+    return service
+
+
 def test_a_failing_engine_fails_all_requests_and_hangs_none():
     async def ask():
-        service = Service(Engine(fails=20), waiting=2)
-        service.start()
-        ask = EngineRequest([1], Sampling(max_tokens=10**9))
-        answers = [await service.submit([ask, ask]), await service.submit([ask])]
+        service = started(fails=20)
+        answers = [await service.submit([ENDLESS] * 2), await service.submit([ENDLESS])]
         for each in answers:
             with pytest.raises(Failed, match="out of memory"):
                 async for _ in each:
                     pass
         with pytest.raises(Failed):
-            await service.submit([ask])
+            await service.submit([ENDLESS])
         await asyncio.wait_for(service.drain(), 5)
         await service.stop()
 
-    asyncio.run(asyncio.wait_for(ask(), 20))
+    answered(ask())
 
 
 def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
@@ -108,13 +104,11 @@ class Broken:
 
 def test_a_grammar_that_fails_ends_its_own_request_only():
     async def ask():
-        engine = Engine()
-        service = Service(engine, waiting=2)
-        service.start()
-        answers = await service.submit(
-            [EngineRequest([1], Sampling(max_tokens=10**9, grammar=Answer(Broken())))]
-        )
-        other = await service.submit([EngineRequest([1], Sampling(max_tokens=10**9))])
+        service = started()
+        engine = service.engine
+        sampling = Sampling(max_tokens=10**9, grammar=Answer(Broken()))
+        answers = await service.submit([EngineRequest([1], sampling)])
+        other = await service.submit([ENDLESS])
         with pytest.raises(RuntimeError, match="cannot go on"):
             async for _ in answers:
                 pass
@@ -125,45 +119,40 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
         other.close()
         await service.stop()
 
-    asyncio.run(asyncio.wait_for(ask(), 20))
+    answered(ask())
 
 
 def test_closed_answers_leave_the_engine():
     async def ask():
-        engine = Engine()
-        service = Service(engine, waiting=2)
-        service.start()
-        answers = await service.submit([EngineRequest([1], Sampling(max_tokens=10**9))] * 3)
+        service = started()
+        answers = await service.submit([ENDLESS] * 3)
         async for index, _ in answers:
             if index == 1:
                 break
         answers.close()
         await asyncio.wait_for(service.drain(), 5)
-        while engine.busy:
+        while service.engine.busy:
             await asyncio.sleep(0.01)
         await service.stop()
 
-    asyncio.run(asyncio.wait_for(ask(), 20))
+    answered(ask())
 
 
 def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
     async def ask():
-        service = Service(Engine(), waiting=98)
-        service.start()
-        one = EngineRequest([1], Sampling(max_tokens=10**9))
-        taken = []
+        service, taken = started(98), []
         for client, most in (("a", 75), ("b", 19), ("c", 5)):
-            taken.append(await service.submit([one] * most, client))
+            taken.append(await service.submit([ENDLESS] * most, client))
             with pytest.raises(Full, match="of your requests run and wait, of"):
-                await service.submit([one], client)
+                await service.submit([ENDLESS], client)
         with pytest.raises(ConfigError, match="serve.max_waiting lets 75 of one client"):
-            await service.submit([one] * 76, "d")
+            await service.submit([ENDLESS] * 76, "d")
         for answers in taken:
             answers.close()
         service.check(75, "d")
         await service.stop()
 
-    asyncio.run(asyncio.wait_for(ask(), 20))
+    answered(ask())
 
 
 WIDE = {str(i): 0 for i in range(3000)}

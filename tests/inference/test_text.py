@@ -5,10 +5,10 @@ import re
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_files import ALPHABET, learn_pieces
 from tokenizers import AddedToken, decoders
 from tokenizers.models import BPE, WordPiece
 
@@ -27,15 +27,9 @@ from maxstack.schema.data import (
 
 WORDS = ["a", "b", "▁", "▁a", "▁▁", "▁hi", "é", ".", "\ufffd"]
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-LLAMA = decoders.Sequence(
-    [
-        decoders.Replace("▁", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-)
-GEMMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+STEPS = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+LLAMA = decoders.Sequence([*STEPS, decoders.Strip(" ", 1, 0)])
+GEMMA = decoders.Sequence(STEPS)
 NAMES = [
     "bytes",
     "sentencepiece",
@@ -56,7 +50,7 @@ def vocabulary(name):
     """Model and decoder of a tokenizer.json."""
     pieces = [*WORDS, *BYTE_TOKENS]
     if name == "byte_level":
-        pieces = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "Ġhi", "ðŁĺ", "ä¸Ń"]
+        pieces = [*ALPHABET, "Ġhi", "ðŁĺ", "ä¸Ń"]
         return BPE(dict(zip(pieces, range(999), strict=False)), []), decoders.ByteLevel()
     if name == "word_piece":
         pieces = ["[UNK]", "hi", "##é", ".", "do", "##n't", "a"]
@@ -82,21 +76,19 @@ def opened(tmp_path_factory):
         if name == "bytes":
             return open_tokenizer(BytesTokenizer(kind="bytes"))
         if name.startswith("sentencepiece"):
-            (folder / "corpus.txt").write_text(CORPUS)
-            source = TextSource(kind="text", files=[str(folder / "corpus.txt")])
             path = str(folder / f"{name}.model")
             if name == "sentencepiece":
+                (folder / "corpus.txt").write_text(CORPUS)
+                source = TextSource(kind="text", files=[str(folder / "corpus.txt")])
                 train_vocabulary(DataConfig(sources=[source]), path, vocab=300)
             else:
-                sentencepiece.SentencePieceTrainer.train(
-                    input=source.files[0],
-                    model_prefix=path.removesuffix(".model"),
-                    vocab_size=300,
+                learn_pieces(
+                    folder / name,
+                    CORPUS.splitlines(),
+                    300,
                     byte_fallback=True,
-                    hard_vocab_limit=False,
                     remove_extra_whitespaces=name != "sentencepiece_spaces",
                     user_defined_symbols=["<tool>", "\u2581", "\u2581\u2581"],
-                    minloglevel=2,
                 )
             return open_tokenizer(
                 SentencePieceTokenizer(kind="sentencepiece", path=path, eos=False)
@@ -106,8 +98,7 @@ def opened(tmp_path_factory):
         made.decoder = decoder
         made.add_special_tokens(["<s>", "</s>"])
         made.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("x y", special=False)])
-        made.save(str(folder / f"{name}.json"))
-        path = str(folder / f"{name}.json")
+        made.save(path := str(folder / f"{name}.json"))
         return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path, bos="<s>"))
 
     return of
