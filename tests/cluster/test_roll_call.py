@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import threading
@@ -38,6 +39,15 @@ def free_port():
         return found.getsockname()[1]
 
 
+def together(*calls):
+    """Call each in a thread of its own, to their ends."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
 def called(cards, wait=20.0, between=0.2, late=0.0):
     """Each process's error or None, and the lines that it said; those after the first come
     `late`."""
@@ -50,11 +60,7 @@ def called(cards, wait=20.0, between=0.2, late=0.0):
         except Exception as error:
             ends[i] = error
 
-    threads = [threading.Thread(target=come, args=(i,)) for i in range(len(cards))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together(*(functools.partial(come, i) for i in range(len(cards))))
     return ends, said
 
 
@@ -229,11 +235,7 @@ def test_a_wrong_key_is_rejected_by_both_sides():
             roll_call(Card(number, 2, "host", ALIKE), at, 1.5, 0.5, said.append, lambda: key)
         ends.append(str(error.value))
 
-    threads = [threading.Thread(target=come, args=each) for each in ((0, KEY), (1, b"o" * 32))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    together(lambda: come(0, KEY), lambda: come(1, b"o" * 32))
     assert "process 1 of 2 is missing" in ends[0] + ends[1]
 
 

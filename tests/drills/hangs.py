@@ -38,6 +38,7 @@ from maxstack.submit import local
 PEERS_LEAVE = 10.0
 """Seconds."""
 WATCHDOG = {"step": 5.0, "other": 120.0}
+SOURCE = {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320}
 ABORTED = -signal.SIGABRT
 """Exit of peers of process 0, where jax's coordination service runs: jax itself ends a process
 that lost it, sometimes before the watchdog does."""
@@ -49,14 +50,11 @@ machine with too much to do."""
 def worker(folder: Path, count: int, dice: random.Random) -> Outcome:
     """9: the source stands still at some document, in the process itself and in a worker
     process."""
-    found, source = (
-        outcome(folder),
-        {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320},
-    )
+    found = outcome(folder)
     for workers in (0, 1):
         config = settings(
             folder,
-            data={"seq_len": 64, "sources": [source], "workers": workers},
+            data={"seq_len": 64, "sources": [SOURCE], "workers": workers},
             eval={"every": 0},
             faults={"watchdog": WATCHDOG},
             checkpoint={"every": 4},
@@ -188,32 +186,22 @@ def _lost(
     if RETRY not in codes and None not in codes and codes.count(0):
         return None
     times.append(started.took)
-    wrong = started.leftovers()
-    log, right = told(started.folder)[before:], {RETRY, ABORTED} if victim == 0 else {RETRY}
-    wrong += (
-        []
-        if all(
-            code == -signal.SIGKILL if i == victim else code in right
-            for i, code in enumerate(codes)
-        )
-        else [
-            f"process {victim} of {many}: exit {codes} after {started.took:.1f} s: "
-            + "".join(started.output(i)[-600:] for i in range(many))
-        ]
-    )
-    wrong += [f"the log does not name process {victim}: {log[-800:]}"] * (
-        f"process {victim}" not in log
-    )
+    wrong, log = started.leftovers(), told(started.folder)[before:]
+    right = {RETRY, ABORTED} if victim == 0 else {RETRY}
+    others = codes[:victim] + codes[victim + 1 :]
+    if codes[victim] != -signal.SIGKILL or not {*others} <= right:
+        said = "".join(started.output(i)[-600:] for i in range(many))
+        wrong.append(f"process {victim} of {many}: exit {codes} after {started.took:.1f} s: {said}")
+    if f"process {victim}" not in log:
+        wrong.append(f"the log does not name process {victim}: {log[-800:]}")
     if number == signal.SIGKILL:
-        wrong += [f"all had ended after {started.took:.1f} s"] * (started.took > PEERS_LEAVE)
-    else:
-        wrong += (
-            _in_time(started.took, started)
-            + ["the log does not say who is stopped"] * (" is stopped" not in log)
-            + [f"{log.count('stacks of process')} stacks in the log"]
-            * (log.count("stacks of process") < many)
-        )
-    return wrong
+        late = started.took > PEERS_LEAVE
+        return wrong + [f"all had ended after {started.took:.1f} s"] * late
+    if " is stopped" not in log:
+        wrong.append("the log does not say who is stopped")
+    if (stacks := log.count("stacks of process")) < many:
+        wrong.append(f"{stacks} stacks in the log")
+    return wrong + _in_time(started.took, started)
 
 
 EVERY, WITHIN = 5, 15
@@ -224,10 +212,7 @@ was under way."""
 def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
     """15: one of 2 or 4 processes is stopped again and again for 20 of 21 ms, or its documents come
     slowly."""
-    found, source = (
-        outcome(folder),
-        {"kind": "synthetic", "documents": 1000, "length": 60, "ragged": True, "vocab": 320},
-    )
+    found = outcome(folder)
     for number in range(count):
         many, kind = (2, 4)[number // 2 % 2], ("stopped", "documents")[number % 2]
         who = dice.randrange(many)
@@ -236,7 +221,7 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
             train={"steps": 100000, "batch_size": 8},
             checkpoint={"every": 0},
             faults={"check_every": EVERY},
-            data={"seq_len": 64, "sources": [source]},
+            data={"seq_len": 64, "sources": [SOURCE]},
         )
         slow = {"kind": "hang", "after": 200, "seconds": 0.1} if kind == "documents" else None
         with Started(config, f"run-{number}", count=many, fault=slow, at=who) as started:

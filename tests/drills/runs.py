@@ -73,12 +73,8 @@ class Outcome:
 
     def write(self) -> None:
         """Bring the file up to date."""
-        found = {
-            "injected": self.injected,
-            "survived": self.survived,
-            "lost": self.lost,
-            "notes": self.notes,
-        }
+        names = "injected", "survived", "lost", "notes"
+        found = {name: getattr(self, name) for name in names}
         (self.folder / "outcome.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

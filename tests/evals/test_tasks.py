@@ -207,21 +207,21 @@ def test_standard_errors_of_ratios_are_those_of_the_jackknife(tmp_path):
     assert found["bits_per_byte_stderr"] == pytest.approx(jackknife, rel=0.01)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """Task files and their documents."""
+    asked.write_tasks(tmp_path)
+    return tmp_path
+
+
 def one(folder, kind, metrics, **fields):
     """A task of a file."""
     fields = {"doc_to_choice": ["a", "b"]} | fields if kind == "multiple_choice" else fields
     files = {"test": f"{folder}/rows.jsonl"}
     (folder / "rows.jsonl").write_text(json.dumps({"a": "x", "b": "y"}) + "\n")
-    path = asked.write_task(
-        folder,
-        "one",
-        output_type=kind,
-        doc_to_text="a",
-        doc_to_target="b",
-        metric_list=[{"metric": metric} for metric in metrics],
-        dataset_kwargs={"data_files": files},
-        **fields,
-    )
+    fields |= {"doc_to_text": "a", "doc_to_target": "b", "dataset_kwargs": {"data_files": files}}
+    listed = [{"metric": metric} for metric in metrics]
+    path = asked.write_task(folder, "one", output_type=kind, metric_list=listed, **fields)
     return open_tasks([path])[0]
 
 
@@ -258,11 +258,8 @@ def test_centred_scores_are_put_together_as_core_does():
         ({"dataset_kwargs": {"data_files": "no.jsonl"}}, ConfigError, "no.jsonl: no such file"),
     ],
 )
-def test_a_task_that_cannot_be_asked_says_what_is_wrong(tmp_path, changes, error, says):
-    asked.write_tasks(tmp_path)
-    path = asked.write_task(
-        tmp_path, "odd", **{**asked.TASKS["choice"], "num_fewshot": 0, **changes}
-    )
+def test_a_task_that_cannot_be_asked_says_what_is_wrong(folder, changes, error, says):
+    path = asked.write_task(folder, "odd", **{**asked.TASKS["choice"], "num_fewshot": 0, **changes})
     with pytest.raises(error, match=says):
         [task.questions for task in open_tasks([path])]
 
@@ -280,50 +277,47 @@ LACKING = [
 
 @pytest.mark.parametrize("changes", LACKING, ids=lambda changes: " ".join(changes.values()))
 @pytest.mark.parametrize("line", ["{}", '{"a": null}'], ids=["absent", "null"])
-def test_a_field_that_one_document_lacks_is_refused_with_its_place(tmp_path, changes, line):
+def test_a_field_that_one_document_lacks_is_refused_with_its_place(folder, changes, line):
     task = asked.TASKS["choice"] | {"num_fewshot": 0, "description": "", "doc_to_text": "b"}
     whole = json.dumps({"a": "x", "b": "y", "c": "z", "right": 0})
-    asked.write_tasks(tmp_path)
     bare = json.dumps({"b": "y", "c": "z", "right": 0} | json.loads(line))
-    (tmp_path / "test.jsonl").write_text(f"{whole}\n{bare}\n")
+    (folder / "test.jsonl").write_text(f"{whole}\n{bare}\n")
     if "{{" not in "".join(changes.values()) and "doc_to_choice" in changes:
         whole = whole.replace('"x"', '["x", "y"]')
-        (tmp_path / "test.jsonl").write_text(f"{whole}\n{bare}\n")
-    path = asked.write_task(tmp_path, "odd", **{**task, "doc_to_choice": ["x", "y"], **changes})
+        (folder / "test.jsonl").write_text(f"{whole}\n{bare}\n")
+    path = asked.write_task(folder, "odd", **{**task, "doc_to_choice": ["x", "y"], **changes})
     (opened,) = open_tasks([path])
     with pytest.raises(DataError, match="task odd, document 1: 'a' is null, or the document lacks"):
         _ = opened.questions
 
 
-def test_null_may_be_asked_about_in_a_template(tmp_path):
-    asked.write_tasks(tmp_path)
+def test_null_may_be_asked_about_in_a_template(folder):
     rows = '{"a": "x", "right": 0}\n{"a": null, "right": 0}\n'
-    (tmp_path / "test.jsonl").write_text(rows)
+    (folder / "test.jsonl").write_text(rows)
     text = "{{a if a else 'no'}} {{a is none}} {{a == none}}"
     choice = {"output_type": "multiple_choice", "doc_to_choice": ["y"], "doc_to_target": "right"}
-    (task,) = open_tasks([asked.write_task(tmp_path, "odd", doc_to_text=text, **choice)])
+    (task,) = open_tasks([asked.write_task(folder, "odd", doc_to_text=text, **choice)])
     asked_for = [question.pairs[0][0] for question in task.questions]
     assert asked_for == ["x False False", "no True True"]
 
 
-def test_published_tasks_are_found_by_the_names_of_tasks_groups_and_tags(tmp_path):
-    asked.write_tasks(tmp_path)
-    (tmp_path / "few").mkdir()
+def test_published_tasks_are_found_by_the_names_of_tasks_groups_and_tags(folder):
+    (folder / "few").mkdir()
     for name in ("two", "one"):
         text = f"include: ../choice.yaml\ntask: {name}\ntag: [few, more]\n"
-        (tmp_path / "few" / f"{name}.yaml").write_text(text)
+        (folder / "few" / f"{name}.yaml").write_text(text)
     text = "group: all\ntask: [some, {task: two, num_fewshot: 1}]\n"
-    (tmp_path / "few" / "_all.yaml").write_text(text)
-    (tmp_path / "some.yaml").write_text("group: some\ntask:\n  - one\n  - contexts\n")
-    (tmp_path / "code.yaml").write_text("task: code\nprocess_docs: !function utils.f\n")
+    (folder / "few" / "_all.yaml").write_text(text)
+    (folder / "some.yaml").write_text("group: some\ntask:\n  - one\n  - contexts\n")
+    (folder / "code.yaml").write_text("task: code\nprocess_docs: !function utils.f\n")
 
     def names(asked_for):
-        return [part.name for part in open_tasks([asked_for], library=str(tmp_path))]
+        return [part.name for part in open_tasks([asked_for], library=str(folder))]
 
     assert names("one") == ["one"]
     assert names("few") == ["one", "two"]
     assert names("all") == ["one", "contexts", "some", "two", "all"]
-    parts = {part.name: part for part in open_tasks(["all"], library=str(tmp_path))}
+    parts = {part.name: part for part in open_tasks(["all"], library=str(folder))}
     assert parts["all"].members == ("one", "contexts", "two")
     assert (parts["two"].cfg.num_fewshot, parts["one"].cfg.num_fewshot) == (1, 2)
     with pytest.raises(
@@ -334,83 +328,70 @@ def test_published_tasks_are_found_by_the_names_of_tasks_groups_and_tags(tmp_pat
         names("none")
 
 
-def test_documents_that_are_broken_are_named(tmp_path):
-    asked.write_tasks(tmp_path)
+def test_documents_that_are_broken_are_named(folder):
     for content, says in (
         ("[1]", "document 0 is no JSON object"),
         ("{}\n{", "test.jsonl:2: not JSON"),
     ):
-        (tmp_path / "test.jsonl").write_text(content)
+        (folder / "test.jsonl").write_text(content)
         with pytest.raises(DataError, match=says):
-            open_tasks([f"{tmp_path}/choice.yaml"])
-    (tmp_path / "test.jsonl").write_text("")
+            open_tasks([f"{folder}/choice.yaml"])
+    (folder / "test.jsonl").write_text("")
     with pytest.raises(DataError, match="no document in it"):
-        open_tasks([f"{tmp_path}/choice.yaml"])
+        open_tasks([f"{folder}/choice.yaml"])
 
 
-def test_groups_are_means_by_size_and_may_hold_files_beside_them(tmp_path):
-    asked.write_tasks(tmp_path)
-    (tmp_path / "both.yaml").write_text(
+def test_groups_are_means_by_size_and_may_hold_files_beside_them(folder):
+    (folder / "both.yaml").write_text(
         "group: both\ntask: [choice.yaml, contexts.yaml]\naggregate_metric_list: [{metric: acc}]\n"
     )
     run = asked.run_of()
-    found, _ = asked.asked(run, [f"{tmp_path}/both.yaml"], limit=4).results(run.init().params)
+    found, _ = asked.asked(run, [f"{folder}/both.yaml"], limit=4).results(run.init().params)
     assert found["both"]["acc"] == (found["choice"]["acc"] + found["contexts"]["acc"]) / 2
-    (tmp_path / "both.yaml").write_text("group: both\ntask: [both.yaml]\n")
+    (folder / "both.yaml").write_text("group: both\ntask: [both.yaml]\n")
     with pytest.raises(ConfigError, match="more than 8 groups inside one another"):
-        open_tasks([f"{tmp_path}/both.yaml"])
+        open_tasks([f"{folder}/both.yaml"])
 
 
-def test_what_is_scored_must_fit_a_row(tmp_path):
-    asked.write_tasks(tmp_path)
-    path = asked.write_task(
-        tmp_path,
-        "long",
-        output_type="loglikelihood",
-        doc_to_text="a",
-        doc_to_target="{{a[0] * 65}}",
-    )
+def test_what_is_scored_must_fit_a_row(folder):
+    fields = {"output_type": "loglikelihood", "doc_to_text": "a", "doc_to_target": "{{a[0] * 65}}"}
+    path = asked.write_task(folder, "long", **fields)
     with pytest.raises(DataError, match="task long, document 0: [0-9]+ tokens are to be scored"):
         asked.asked(asked.run_of(), [path])
 
 
-def test_a_group_names_only_metrics_that_its_tasks_have(tmp_path):
-    asked.write_tasks(tmp_path)
+def test_a_group_names_only_metrics_that_its_tasks_have(folder):
     text = "group: g\ntask: [choice.yaml]\naggregate_metric_list: [{metric: accc}]\n"
-    (tmp_path / "g.yaml").write_text(text)
+    (folder / "g.yaml").write_text(text)
     with pytest.raises(ConfigError, match="group g: .*choice has no metric accc; it has acc, acc"):
-        asked.asked(asked.run_of(), [f"{tmp_path}/g.yaml"])
-    (tmp_path / "g.yaml").write_text("group: g\ntask: []\n")
+        asked.asked(asked.run_of(), [f"{folder}/g.yaml"])
+    (folder / "g.yaml").write_text("group: g\ntask: []\n")
     with pytest.raises(ConfigError, match="task"):
-        open_tasks([f"{tmp_path}/g.yaml"])
+        open_tasks([f"{folder}/g.yaml"])
 
 
-def test_two_tasks_of_one_name_are_refused(tmp_path):
-    asked.write_tasks(tmp_path)
-    (tmp_path / "more").mkdir()
-    other = asked.write_task(tmp_path, "choice", **asked.TASKS["choice"])
-    copy = tmp_path / "more" / "choice.yaml"
-    copy.write_text((tmp_path / "choice.yaml").read_text() + "task_alias: x\n")
+def test_two_tasks_of_one_name_are_refused(folder):
+    (folder / "more").mkdir()
+    other = asked.write_task(folder, "choice", **asked.TASKS["choice"])
+    copy = folder / "more" / "choice.yaml"
+    copy.write_text((folder / "choice.yaml").read_text() + "task_alias: x\n")
     with pytest.raises(ConfigError, match="two files have this name"):
         open_tasks([other, str(copy)])
 
 
-def test_generation_needs_room_and_one_process(tmp_path, monkeypatch):
-    asked.write_tasks(tmp_path)
+def test_generation_needs_room_and_one_process(folder, monkeypatch):
     run = asked.run_of()
-    tasks = asked.asked(run, [f"{tmp_path}/generate.yaml"], length=6)
+    tasks = asked.asked(run, [f"{folder}/generate.yaml"], length=6)
     with pytest.raises(ConfigError, match="max_gen_toks=6: leaves no room"):
         tasks.results(run.init().params)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="for a run of one process"):
-        asked.asked(run, [f"{tmp_path}/generate.yaml"])
+        asked.asked(run, [f"{folder}/generate.yaml"])
 
 
 def test_shipped_questions_have_one_right_answer_at_no_fixed_place():
     tasks = [part for part in open_tasks(["pairs", "cloze"]) if hasattr(part, "questions")]
     assert [len(task.questions) for task in tasks] == [50] * 5
     for task in tasks:
-        positions = {question.right for question in task.questions}
-        assert len(positions) > 1 and all(
-            len({*q.choices}) == len(q.choices) for q in task.questions
-        )
+        assert len({question.right for question in task.questions}) > 1
+        assert all(len({*question.choices}) == len(question.choices) for question in task.questions)

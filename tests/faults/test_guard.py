@@ -147,35 +147,21 @@ def judged(cfg, values):
 
 
 def test_statistics_cover_accepted_updates_only():
-    losses, cfg = (
-        np.random.default_rng(0).normal(3.0, 0.1, 40),
-        FaultsConfig.model_validate({"spike": {"warm_up": 10}}),
-    )
+    losses = np.random.default_rng(0).normal(3.0, 0.1, 40)
+    cfg, heights = FaultsConfig.model_validate({"spike": {"warm_up": 10}}), np.log(losses**2)
     values = [(loss, loss**2) for loss in losses]
-    kinds, state = judged(
-        cfg,
-        [
-            (np.nan, 1.0),
-            *values[:20],
-            (np.inf, np.nan),
-            (1.0, np.inf),
-            (9.0, 9.0),
-            (0.0, 0.0, 0.0),
-            *values[20:],
-            (2.0, 90.0),
-        ],
-    )
-    assert [i for i, kind in enumerate(kinds) if kind] == [0, 21, 22, 23, 45]
-    assert [kinds[i] for i in (0, 21, 22, 23, 45)] == [guard.NOT_FINITE] * 3 + [guard.SPIKE] * 2
-    assert (state.loss_mean, state.loss_variance) == (
-        pytest.approx(losses.mean(), rel=1e-5),
-        pytest.approx(losses.var(), rel=1e-4),
-    )
-    heights = np.log(losses**2)
-    assert (state.norm_mean, state.norm_variance) == (
-        pytest.approx(heights.mean(), rel=1e-5),
-        pytest.approx(heights.var(), rel=1e-4),
-    )
+    odd = [(np.inf, np.nan), (1.0, np.inf), (9.0, 9.0), (0.0, 0.0, 0.0)]
+    given = [(np.nan, 1.0), *values[:20], *odd, *values[20:], (2.0, 90.0)]
+    kinds, state = judged(cfg, given)
+    refused = {i: kind for i, kind in enumerate(kinds) if kind}
+    assert [*refused] == [0, 21, 22, 23, 45]
+    assert [*refused.values()] == [guard.NOT_FINITE] * 3 + [guard.SPIKE] * 2
+    for mean, variance, wanted in (
+        (state.loss_mean, state.loss_variance, losses),
+        (state.norm_mean, state.norm_variance, heights),
+    ):
+        assert mean == pytest.approx(wanted.mean(), rel=1e-5)
+        assert variance == pytest.approx(wanted.var(), rel=1e-4)
     assert (state.updates, state.measured, state.refused, state.refused_in_all) == (41, 40, 1, 5)
 
 

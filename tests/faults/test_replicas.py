@@ -125,36 +125,25 @@ def test_swapped_elements_and_leaves_are_found(many):
 
 
 def test_single_copies_are_not_counted_as_covered():
-    def covered(mesh):
-        cfg = tiny.config(mesh=mesh)
-        return Replicas(tiny.make_run(cfg, 8).abstract, tiny.make_run(cfg, 8).mesh)
+    def replicas(devices, **mesh):
+        run = tiny.make_run(tiny.config(mesh=mesh), devices)
+        return Replicas(run.abstract, run.mesh)
 
-    assert (
-        covered({"data": 8}).covered == 1.0
-        and covered({"data": 2, "fsdp": 2, "tensor": 2}).covered == 1.0
-    )
-    fsdp = covered({"fsdp": 8})
+    assert replicas(8, data=8).covered == replicas(8, data=2, fsdp=2, tensor=2).covered == 1.0
+    fsdp = replicas(8, fsdp=8)
     assert fsdp.covered < 0.02 and "the rest exists once" in fsdp.describe(100)
-    cfg = tiny.config()
-    alone = Corruption(Replicas(tiny.make_run(cfg).abstract, tiny.make_run(cfg).mesh), 1, print)
+    alone = Corruption(replicas(1), 1, print)
     assert not alone.due(1, saving=True), "one device has nothing to compare"
 
 
-def test_a_fault_that_does_not_recur_is_a_passing_one(
-    many,
-):
+def test_a_fault_that_does_not_recur_is_a_passing_one(many):
     (state, replicas), told = many, []
     health = Corruption(replicas, 10, told.append)
-    assert (
-        health.compare_copies(10, state) is None
-        and not health.due(17, saving=False)
-        and health.due(17, saving=True)
-    )
+    assert health.compare_copies(10, state) is None
+    assert not health.due(17, saving=False) and health.due(17, saving=True)
     assert health.compare_copies(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
-    assert (
-        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000412 ")
-        and "MiB of params: device 3 (cpu) of process 0: differs from most" in told[0]
-    )
+    assert told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000412 ")
+    assert "MiB of params: device 3 (cpu) of process 0: differs from most" in told[0]
     assert health.compare_copies(10, state) is None and health.due(17, saving=False)
     assert health.compare_copies(17, state) is None
     assert told[1].startswith(
@@ -162,6 +151,13 @@ def test_a_fault_that_does_not_recur_is_a_passing_one(
         "device 3 (cpu) of process 0;"
     )
     assert not health.due(17, saving=False)
+
+
+def assert_stays(health, step, state, device):
+    """The comparison ends the run, and names the device."""
+    said = rf"the fault stays, in device {device} \(cpu\) of process 0; take it out of service"
+    with pytest.raises(ConfigError, match=f"step {step}: .*{said}"):
+        health.compare_copies(step, state)
 
 
 def test_recomputation_tells_which_of_two_replicas_was_wrong():
@@ -178,12 +174,7 @@ def test_recomputation_tells_which_of_two_replicas_was_wrong():
         and "a passing one, of device 6 (cpu) of process 0;" in told[1]
     )
     assert health.compare_copies(30, damaged) == Recompute(30)
-    with pytest.raises(
-        ConfigError,
-        match=r"step 30: .*the fault stays, in device 6 \(cpu\) of process 0; take it out of "
-        r"service",
-    ):
-        health.compare_copies(30, flipped(state, "opt/split", 6, 0, 1))
+    assert_stays(health, 30, flipped(state, "opt/split", 6, 0, 1), 6)
 
 
 @pytest.mark.parametrize("again", [20, 15])
@@ -191,12 +182,7 @@ def test_a_recurring_fault_ends_the_run_and_names_the_device(many, again):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     health.compare_copies(20, flipped(state, "params/float32", 5, 3, 30))
-    with pytest.raises(
-        ConfigError,
-        match=rf"step {again}: .*the fault stays, in device 5 \(cpu\) of process 0; take it "
-        r"out of service",
-    ):
-        health.compare_copies(again, flipped(state, "params/float32", 5, 9, 2))
+    assert_stays(health, again, flipped(state, "params/float32", 5, 9, 2), 5)
 
 
 def test_faults_on_changing_devices_blame_the_program(many):

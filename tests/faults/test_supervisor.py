@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from processes import until
 
 from maxstack.faults.supervisor import run
 from maxstack.report import trace_requests
@@ -70,11 +71,7 @@ def started(folder):
 
 
 def wait_for(path):
-    deadline = time.monotonic() + 20
-    while not path.exists() or not path.read_text().endswith("\n"):
-        assert time.monotonic() < deadline, f"no {path.name}"
-        time.sleep(0.02)
-    return path
+    return until(lambda: path.exists() and path.read_text().endswith("\n") and path, 20)
 
 
 def steps(first, last):
@@ -177,11 +174,8 @@ def test_a_signal_is_passed_on_once_and_no_restart_follows(number, parent, tmp_p
 def test_sigusr1_requests_a_trace(parent, tmp_path):
     process = parent({})
     process.send_signal(signal.SIGUSR1)
-    folder = tmp_path / trace_requests.FOLDER
-    deadline = time.monotonic() + 20
-    while not [*folder.glob("request-*.json")]:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    until(lambda: [*(tmp_path / trace_requests.FOLDER).glob("request-*.json")], 20)
+    assert process.poll() is None
     assert (trace_requests.take(tmp_path) or {})["steps"] == trace_requests.STEPS
     assert not (tmp_path / "signals").exists()
 

@@ -79,10 +79,7 @@ def run(folder, count, fault="none", who=-1):
         )
         for i in range(count)
     ]
-    deadline = time.monotonic() + 60
-    while not all((folder / f"at-{i}").exists() for i in range(count)):
-        assert time.monotonic() < deadline, [process.communicate() for process in started]
-        time.sleep(0.02)
+    processes.until(lambda: all((folder / f"at-{i}").exists() for i in range(count)), 60)
     return started
 
 

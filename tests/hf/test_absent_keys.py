@@ -2,12 +2,12 @@
 
 import copy
 import json
-from pathlib import Path
 
 import numpy as np
 import pydantic
 import pytest
 import safetensors.numpy
+from parity import GOLDENS
 
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
@@ -16,7 +16,6 @@ from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import canonical_form, of_config
 from maxstack.models.model import weights_of
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 ABSENT = json.loads((GOLDENS / "absent.json").read_text())
 
 

@@ -14,7 +14,6 @@ import tiers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.hf.adapter import CONFIG, TENSORS, Adapter
 from maxstack.hf.contents import Contents
@@ -102,17 +101,16 @@ def test_a_head_that_is_stored_though_it_is_the_embedding_follows_it_or_becomes_
     assert np.array_equal(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"])
 
 
-def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tmp_path, capsys):
-    run, _ = assemble_model(str(parity.GOLDENS / "llama"), ["mesh.fsdp=1", "mesh.data=8"])
+def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tmp_path, maxstack):
+    base, adapter, out = parity.GOLDENS / "llama", TABLES / "whole-llama", tmp_path / "out"
+    run, _ = assemble_model(str(base), ["mesh.fsdp=1", "mesh.data=8"])
     with pytest.raises(ConfigError, match="holds tables beside low-rank") as refused:
-        adapt_run(run, str(TABLES / "whole-llama"))
-    command = re.search(r"maxstack (lora merge FOLDER .*)", str(refused.value))[1].split()
-    given = {"FOLDER": str(parity.GOLDENS / "llama"), "MERGED": str(tmp_path / "out")}
-    assert cli.main([given.get(word, word) for word in command]) == 0
-    assert "merged into 5 tensors" in capsys.readouterr().out
-    command = ["lora", "unmerge", str(tmp_path / "out"), "--adapter", str(TABLES / "whole-llama")]
-    assert cli.main([*command, "--out", str(tmp_path / "again")]) != 0
-    assert "keep the folder that it was merged into" in capsys.readouterr().err
+        adapt_run(run, str(adapter))
+    command = re.search(r"maxstack (lora merge FOLDER .*)", str(refused.value))[1]
+    line = command.replace("FOLDER", str(base)).replace("MERGED", str(out))
+    assert "merged into 5 tensors" in maxstack(line)
+    words = f"lora unmerge {out} --adapter {adapter} --out {tmp_path / 'again'}"
+    assert "keep the folder that it was merged into" in maxstack(words, code=1)
 
 
 @pytest.mark.slow
@@ -125,10 +123,12 @@ def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tm
         ("llama", 130, "{rank: 2, modules_to_save: [head]}"),
     ],
 )
-def test_an_exported_adapter_brings_the_tables_that_the_folder_lacks(family, vocab, lora, tmp_path):
+def test_an_exported_adapter_brings_the_tables_that_the_folder_lacks(
+    family, vocab, lora, tmp_path, maxstack
+):
     data = {"sources": [{"kind": "synthetic", "vocab": 100}], "seq_len": 16}
     (tmp_path / "run.yml").write_text(json.dumps({"data": data}))
-    base = parity.GOLDENS / family
+    base, run, adapter = parity.GOLDENS / family, tmp_path / "run", tmp_path / "adapter"
     processes.train(
         tmp_path / "run.yml",
         *(f"run.output_dir={tmp_path}", "run.name=run", "run.tensorboard=false"),
@@ -136,25 +136,19 @@ def test_an_exported_adapter_brings_the_tables_that_the_folder_lacks(family, voc
         *("train.steps=2", "train.batch_size=4", "optimizer.learning_rate=0.01"),
         "checkpoint.every=2",
     )
-    run, adapter = str(tmp_path / "run"), str(tmp_path / "adapter")
-    assert cli.main(["lora", "export", run, "--out", adapter]) == 0
-    assert cli.main(["export", run, "--out", str(tmp_path / "wanted")]) == 0
-    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
-    before, (found, said) = (
-        load_file(base / "model.safetensors"),
-        merged(tmp_path / "adapter", tmp_path / "merged", base),
-    )
+    maxstack(f"lora export {run} --out {adapter}")
+    maxstack(f"export {run} --out {tmp_path / 'wanted'}")
+    wanted, before = (load_file(path / "model.safetensors") for path in (tmp_path / "wanted", base))
+    found, said = merged(adapter, tmp_path / "merged", base)
     assert found.keys() == wanted.keys() and said["vocab_size"] == vocab
     for name, tensor in wanted.items():
         np.testing.assert_allclose(found[name], tensor, atol=1e-6, err_msg=name)
-    mean = before[f"{EMBED}.weight"].mean(0)
     if "embed" not in lora:
-        np.testing.assert_allclose(
-            found[f"{EMBED}.weight"][128:], np.stack([mean] * (vocab - 128)), atol=1e-6
-        )
-    held = json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"]
+        mean = np.stack([before[f"{EMBED}.weight"].mean(0)] * (vocab - 128))
+        np.testing.assert_allclose(found[f"{EMBED}.weight"][128:], mean, atol=1e-6)
+    held = json.loads((adapter / CONFIG).read_text())["modules_to_save"]
     assert held == (["embed_tokens", "lm_head"] if "modules_to_save" in lora else None)
-    assert f"base_model.model.{HEAD}.weight" in load_file(tmp_path / "adapter" / TENSORS)
+    assert f"base_model.model.{HEAD}.weight" in load_file(adapter / TENSORS)
 
 
 ONES = np.ones((131, 16), np.float32)

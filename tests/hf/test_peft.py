@@ -12,7 +12,6 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.hf import peft
 from maxstack.hf.adapter import TENSORS, Adapter
@@ -24,8 +23,10 @@ from maxstack.inference.trained_model import adapt_run, add_adapter, assemble_mo
 from maxstack.load import load
 from maxstack.run import assemble
 from maxstack.sharding import make_mesh
+from maxstack.state import flat
 
 ADAPTERS = parity.GOLDENS / "adapters"
+OWN = "lora_a", "lora_b", "magnitude"
 FLOAT = ["model.dtype=float32", "mesh.fsdp=1", "mesh.data=8"]
 
 
@@ -64,50 +65,46 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
 def trained(family: str, lora: dict):
     """A run of a golden folder with random adapters: its configuration, weights by path, and its
     family's tensors."""
-    given = {
-        "model": {"from": str(parity.GOLDENS / family)},
-        "data": {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 16},
-        "lora": lora,
-    }
-    cfg = load(given, ["model.dtype=float32"])
+    folder = parity.GOLDENS / family
+    source = {"kind": "synthetic", "vocab": 2}
+    data = {"sources": [source], "seq_len": 16}
+    cfg = load(
+        {"model": {"from": str(folder)}, "data": data, "lora": lora}, ["model.dtype=float32"]
+    )
     run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]))
-    rng, names = np.random.default_rng(0), ("lora_a", "lora_b", "magnitude")
-    leaves = {
-        path: rng.normal(size=leaf.shape).astype(np.float32)
-        for path, leaf in run.weights.shapes.items()
-        if path.endswith(names)
-    }
-    plain = nnx.traversals.flatten_mapping(
-        parity.model_and_params(parity.GOLDENS / family)[2], sep="/"
-    )
-    weights = {
-        path: np.asarray(leaf) for path, leaf in run.weights.add_adapters(plain).items()
-    } | leaves
-    return (
-        run,
-        weights,
-        bind(
-            Contents(parity.GOLDENS / family).family,
-            cfg.model,
-            {path: leaf.shape for path, leaf in run.weights.original.items()},
-        ),
-    )
+    plain, rng = flat(parity.model_and_params(folder)[2]), np.random.default_rng(0)
+    weights = {path: np.asarray(leaf) for path, leaf in run.weights.add_adapters(plain).items()}
+    for path, leaf in run.weights.shapes.items():
+        if path.endswith(OWN):
+            weights[path] = rng.normal(size=leaf.shape).astype(np.float32)
+    shapes = {path: leaf.shape for path, leaf in run.weights.original.items()}
+    return run, weights, bind(Contents(folder).family, cfg.model, shapes)
 
 
 def written(folder, family: str, lora: dict):
     run, weights, bound = trained(family, lora)
+    rewrite = run.weights.rewrite
     folder.mkdir()
-    adapted = {path: place.contract for path, place in run.weights.rewrite.adapted.items()}
-    peft.write(
-        folder,
-        run.cfg.lora,
-        adapted,
-        bound,
-        weights.__getitem__,
-        lambda path: run.weights.rewrite.base_weight(path, weights),
-        family,
-    )
+    adapted = {path: place.contract for path, place in rewrite.adapted.items()}
+
+    def base(path):
+        return rewrite.base_weight(path, weights)
+
+    peft.write(folder, run.cfg.lora, adapted, bound, weights.__getitem__, base, family)
     return run, weights, bound, adapted
+
+
+def merged_with(base, adapter, out, sign=1):
+    merge(base, Adapter(adapter), out, sign, lambda size: None)
+    return out
+
+
+def copied(name, folder, **settings):
+    """A golden adapter, with other settings; its folder and tensors."""
+    shutil.copytree(ADAPTERS / name, folder)
+    said = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(said | settings))
+    return folder, load_file(folder / TENSORS)
 
 
 @pytest.mark.parametrize(
@@ -125,26 +122,13 @@ def written(folder, family: str, lora: dict):
 @pytest.mark.slow
 def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family, lora, tmp_path):
     run, weights, bound, adapted = written(tmp_path / "adapter", family, lora)
-    ours = {
-        path: leaf
-        for path, leaf in weights.items()
-        if path.endswith(("lora_a", "lora_b", "magnitude"))
-    }
+    ours = {path: leaf for path, leaf in weights.items() if path.endswith(OWN)}
     shapes = {path: leaf.shape for path, leaf in ours.items()}
-    for path, leaf in peft.read(
-        Adapter(tmp_path / "adapter"), run.cfg.lora, adapted, bound, shapes
-    ).items():
+    found = peft.read(Adapter(tmp_path / "adapter"), run.cfg.lora, adapted, bound, shapes)
+    for path, leaf in found.items():
         np.testing.assert_array_equal(leaf, ours[path], err_msg=path)
-    merge(
-        parity.GOLDENS / family,
-        Adapter(tmp_path / "adapter"),
-        tmp_path / "merged",
-        1,
-        lambda size: None,
-    )
-    merged = nnx.traversals.flatten_mapping(
-        parity.model_and_params(tmp_path / "merged")[2], sep="/"
-    )
+    folder = merged_with(parity.GOLDENS / family, tmp_path / "adapter", tmp_path / "merged")
+    merged = flat(parity.model_and_params(folder)[2])
     for path in run.weights.original:
         leaf = np.asarray(run.weights.rewrite.original(path, weights))
         np.testing.assert_allclose(leaf, merged[path], rtol=1e-4, atol=1e-5, err_msg=path)
@@ -152,59 +136,40 @@ def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family
 
 @pytest.mark.slow
 def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match="takes an adapter of model.layers.0.mlp.shared_expert.gate_proj for one of the "
-        "experts; merge it",
-    ):
+    module = "model.layers.0.mlp.shared_expert.gate_proj"
+    said = f"takes an adapter of {module} for one of the experts; merge it"
+    with pytest.raises(ConfigError, match=said):
         written(tmp_path / "adapter", "qwen3_next", {"rank": 2})
 
 
 def test_a_learned_table_of_positions_is_exported_with_its_own_length_not_that_of_rows(tmp_path):
     run, weights, _ = trained("gpt2", {"rank": 2})
-    merged = {path: run.weights.rewrite.original(path, weights) for path in run.weights.original}
-    export(
-        run.cfg.model,
-        {path: leaf.shape for path, leaf in merged.items()},
-        lambda path: np.asarray(merged[path]),
-        tmp_path / "out",
-        length=16,
-    )
+    merged = {
+        path: np.asarray(run.weights.rewrite.original(path, weights))
+        for path in run.weights.original
+    }
+    shapes = {path: leaf.shape for path, leaf in merged.items()}
+    export(run.cfg.model, shapes, merged.get, tmp_path / "out", length=16)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["max_position_embeddings"] == run.cfg.model.positions > 16
 
 
-def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
-    given = ["--adapter", str(ADAPTERS / "lora-llama")]
-    assert (
-        cli.main(
-            [
-                "lora",
-                "merge",
-                str(parity.GOLDENS / "llama"),
-                *given,
-                "--out",
-                str(tmp_path / "merged"),
-            ]
-        )
-        == 0
+def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, maxstack):
+    base, adapter = parity.GOLDENS / "llama", ADAPTERS / "lora-llama"
+    out, again = tmp_path / "merged", tmp_path / "again"
+    maxstack(f"lora merge {base} --adapter {adapter} --out {out}")
+    maxstack(f"lora unmerge {out} --adapter {adapter} --out {again}")
+    before, merged, after = (
+        load_file(folder / "model.safetensors") for folder in (base, out, again)
     )
-    assert (
-        cli.main(
-            ["lora", "unmerge", str(tmp_path / "merged"), *given, "--out", str(tmp_path / "again")]
-        )
-        == 0
-    )
-    folders = parity.GOLDENS / "llama", tmp_path / "merged", tmp_path / "again"
-    before, merged, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert {name for name in before if not np.array_equal(before[name], merged[name])} == {
         name for name in before if "_proj" in name
     }
     for name in before:
         np.testing.assert_allclose(after[name], before[name], atol=1e-6)
-    dora = ["--adapter", str(ADAPTERS / "dora-qwen3"), "--out", str(tmp_path / "no")]
-    assert cli.main(["lora", "unmerge", str(parity.GOLDENS / "qwen3"), *dora]) == 1
-    assert "is DoRA, whose merging forgets" in capsys.readouterr().err
+    words = f"--adapter {ADAPTERS / 'dora-qwen3'} --out {tmp_path / 'no'}"
+    said = maxstack(f"lora unmerge {parity.GOLDENS / 'qwen3'} {words}", code=1)
+    assert "is DoRA, whose merging forgets" in said
 
 
 @pytest.mark.parametrize(
@@ -237,11 +202,9 @@ def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
     ],
 )
 def test_an_adapter_that_says_what_we_do_not_know_is_refused_by_name(change, says, tmp_path):
-    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said | change))
+    folder, _ = copied("lora-llama", tmp_path / "adapter", **change)
     with pytest.raises(ConfigError, match=says):
-        Adapter(tmp_path / "adapter")
+        Adapter(folder)
 
 
 @pytest.mark.parametrize(
@@ -252,120 +215,82 @@ def test_an_adapter_that_says_what_we_do_not_know_is_refused_by_name(change, say
     ],
 )
 def test_an_adapter_whose_matrices_are_no_pair_is_refused(change, says, tmp_path):
-    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
-    file, name = (
-        tmp_path / "adapter" / "adapter_model.safetensors",
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight",
-    )
-    given = (tensors := load_file(file)) | {name: change(tensors[name])}
-    save_file(
-        {key: np.ascontiguousarray(leaf) for key, leaf in given.items() if leaf is not None}, file
-    )
+    folder, tensors = copied("lora-llama", tmp_path / "adapter")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    changed = change(tensors.pop(name))
+    tensors |= {} if changed is None else {name: np.ascontiguousarray(changed)}
+    save_file(tensors, folder / TENSORS)
     with pytest.raises(ConfigError, match=says):
-        Adapter(tmp_path / "adapter")
+        Adapter(folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("settings", "lora", "says"),
     [
-        ({"lora_alpha": 7}, "was trained otherwise; set lora.alpha=7"),
-        ({"peft_type": "IA3"}, "peft_type IA3 is not LORA"),
-        ({"bias": "all"}, "bias='all' in adapter_config.json is not supported"),
-        ("file", "cannot be read as an adapter of PEFT"),
-        ("rank", "was trained otherwise; set lora.rank=4$"),
+        ({"lora_alpha": 7}, {}, "was trained otherwise; set lora.alpha=7"),
+        ({"peft_type": "IA3"}, {}, "peft_type IA3 is not LORA"),
+        ({"bias": "all"}, {}, "bias='all' in adapter_config.json is not supported"),
+        ({}, {"rank": 2}, "was trained otherwise; set lora.rank=4$"),
         (
-            "more",
+            {"use_rslora": True},
+            {"targets": [".*/mixer"]},
             r"was trained otherwise; set lora.rslora=true, "
             r"lora.targets=\[blocks/block/mixer/.*, blocks/block/mlp/down, .*\]",
         ),
-        (
-            "less",
-            "has no adapter of model.layers.0.self_attn.q_proj, though target_modules in "
-            r"adapter_config.json names it \(1 are missing\)",
-        ),
     ],
 )
-def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
-    folder = tmp_path / "adapter"
-    shutil.copytree(ADAPTERS / "lora-llama", folder)
-    lora = {
-        "rank": 2 if change == "rank" else 4,
-        "alpha": 6.0,
-        **({"targets": [".*/mixer"]} if change == "more" else {}),
-    }
-    if isinstance(change, dict):
-        said = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(said | change))
-    if change == "more":
-        said = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(said | {"use_rslora": True}))
-    if change == "file":
-        (folder / "adapter_model.safetensors").write_bytes(b"nothing")
-    if change == "less":
-        save_file(
-            {
-                name: leaf
-                for name, leaf in load_file(folder / "adapter_model.safetensors").items()
-                if "layers.0.self_attn.q_proj" not in name
-            },
-            folder / "adapter_model.safetensors",
-        )
-    run, weights, *_ = trained("llama", lora)
+def test_an_adapter_that_is_another_is_refused_by_name(settings, lora, says, tmp_path):
+    folder, _ = copied("lora-llama", tmp_path / "adapter", **settings)
+    run, weights, *_ = trained("llama", {"rank": 4, "alpha": 6.0} | lora)
     with pytest.raises(ConfigError, match=says):
         run.weights.with_adapter(weights, str(folder))
 
 
+def test_an_adapter_that_is_no_file_of_tensors_or_lacks_some_is_refused(tmp_path):
+    folder, tensors = copied("lora-llama", tmp_path / "adapter")
+    run, weights, *_ = trained("llama", {"rank": 4, "alpha": 6.0})
+    missing = "model.layers.0.self_attn.q_proj"
+    save_file({name: tensors[name] for name in tensors if missing not in name}, folder / TENSORS)
+    said = rf"has no adapter of {missing}, though target_modules in adapter_config.json names it "
+    with pytest.raises(ConfigError, match=said + r"\(1 are missing\)"):
+        run.weights.with_adapter(weights, str(folder))
+    with pytest.raises(ConfigError, match=f"has no adapter of {missing}, though"):
+        merged_with(parity.GOLDENS / "llama", folder, tmp_path / "merged")
+    (folder / TENSORS).write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot be read as an adapter of PEFT"):
+        run.weights.with_adapter(weights, str(folder))
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path):
+    base, adapter = parity.GOLDENS / "gpt2", ADAPTERS / "lora-llama"
     with pytest.raises(ConfigError, match="is of another model: .* has no model.layers.0"):
-        merge(
-            parity.GOLDENS / "gpt2",
-            Adapter(ADAPTERS / "lora-llama"),
-            tmp_path / "merged",
-            1,
-            lambda size: None,
-        )
+        merged_with(base, adapter, tmp_path / "merged")
     with pytest.raises(ConfigError, match="is of another model"):
-        adapt_run(
-            assemble_model(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama")
-        )
+        adapt_run(assemble_model(str(base), FLOAT)[0], str(adapter))
 
 
-def test_an_adapter_without_all_modules_that_it_names_is_not_merged(tmp_path):
-    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    save_file({name: tensors[name] for name in tensors if "layers.1.mlp.up" not in name}, file)
-    base = parity.GOLDENS / "llama"
-    with pytest.raises(ConfigError, match=r"has no adapter of model.layers.1.mlp.up_proj, though"):
-        merge(base, Adapter(tmp_path / "adapter"), tmp_path / "merged", 1, lambda size: None)
-
-
-def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys):
-    adapter = parity.poisoned(ADAPTERS / "lora-llama", tmp_path / "adapter", np.inf, TENSORS)
-    model = parity.poisoned(parity.GOLDENS / "llama", tmp_path / "model", np.nan)
-    intact = (str(parity.GOLDENS / "llama"), str(ADAPTERS / "lora-llama"))
+def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, maxstack):
+    base, own, out = parity.GOLDENS / "llama", ADAPTERS / "lora-llama", tmp_path / "out"
+    odd, model = tmp_path / "adapter", tmp_path / "model"
     for folder, beside, name in (
-        (intact[0], tmp_path / "adapter", adapter),
-        (tmp_path / "model", intact[1], model),
+        (base, odd, parity.poisoned(own, odd, np.inf, TENSORS)),
+        (model, own, parity.poisoned(base, model, np.nan)),
     ):
-        command = ["lora", "merge", str(folder), "--adapter", str(beside), "--out"]
-        assert cli.main([*command, str(tmp_path / "out")]) == 2
-        assert f"tensor {name}: " in capsys.readouterr().err and not (tmp_path / "out").exists()
-    assert cli.main([*command, str(tmp_path / "out"), "--allow-nonfinite"]) == 0
-    shutil.copytree(intact[1], large := tmp_path / "large")
-    pairs = {name: tensor * 1e30 for name, tensor in load_file(large / TENSORS).items()}
-    save_file(pairs, large / TENSORS)
-    command = ["lora", "merge", intact[0], "--adapter", str(large), "--out", str(tmp_path / "no")]
-    assert cli.main(command) == 2
-    assert f"{large}: merged into {intact[0]}" in capsys.readouterr().err
+        command = f"lora merge {folder} --adapter {beside} --out {out}"
+        assert f"tensor {name}: " in maxstack(command, code=2) and not out.exists()
+    maxstack(f"{command} --allow-nonfinite")
+    large, tensors = copied("lora-llama", tmp_path / "large")
+    save_file({name: tensor * 1e30 for name, tensor in tensors.items()}, large / TENSORS)
+    said = maxstack(f"lora merge {base} --adapter {large} --out {tmp_path / 'no'}", code=2)
+    assert f"{large}: merged into {base}" in said
 
 
 def test_tensors_that_are_no_pairs_of_matrices_are_named(tmp_path):
-    name = "lora_embedding_A"
-    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
-    save_file({f"model.embed_tokens.{name}": np.ones((2, 8))}, tmp_path / "adapter" / TENSORS)
-    with pytest.raises(ConfigError, match=f"but model.embed_tokens.{name}; save the adapter"):
-        Adapter(tmp_path / "adapter")
+    name = "model.embed_tokens.lora_embedding_A"
+    folder, _ = copied("lora-llama", tmp_path / "adapter")
+    save_file({name: np.ones((2, 8))}, folder / TENSORS)
+    with pytest.raises(ConfigError, match=f"but {name}; save the adapter"):
+        Adapter(folder)
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -380,10 +305,9 @@ def test_a_square_matrix_is_merged_as_the_model_has_it_whatever_fan_in_fan_out_s
     save_file(pair, tmp_path / "adapter" / TENSORS)
     words = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "fan_in_fan_out": said}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(words))
-    adapter = Adapter(tmp_path / "adapter")
-    merge(parity.GOLDENS / "gpt2", adapter, tmp_path / "merged", 1, lambda size: None)
-    merge(tmp_path / "merged", adapter, tmp_path / "again", -1, lambda size: None)
-    folders = parity.GOLDENS / "gpt2", tmp_path / "merged", tmp_path / "again"
+    adapter = tmp_path / "adapter"
+    out = merged_with(parity.GOLDENS / "gpt2", adapter, tmp_path / "merged")
+    folders = parity.GOLDENS / "gpt2", out, merged_with(out, adapter, tmp_path / "again", -1)
     before, merged, again = (load_file(folder / "model.safetensors") for folder in folders)
     a, b = pair.values()
     changed = merged[f"{name}.weight"] - before[f"{name}.weight"]
@@ -392,22 +316,24 @@ def test_a_square_matrix_is_merged_as_the_model_has_it_whatever_fan_in_fan_out_s
 
 
 @pytest.mark.parametrize(
-    ("adapter", "change", "says"),
+    ("adapter", "settings", "extra", "says"),
     [
-        ("dora-qwen3", {"use_dora": False}, "holds .*lora_magnitude_vector, which is no part"),
-        ("lora-llama", {"bias": "none", "extra": "lora_B.bias"}, "holds .*lora_B.bias"),
-        ("lora-llama", {"rank_pattern": {"q_proj": 2}}, "q_proj has 4 rows, .* says rank 2"),
+        (
+            "dora-qwen3",
+            {"use_dora": False},
+            None,
+            "holds .*lora_magnitude_vector, which is no part",
+        ),
+        ("lora-llama", {"bias": "none"}, "lora_B.bias", "holds .*lora_B.bias"),
+        ("lora-llama", {"rank_pattern": {"q_proj": 2}}, None, "q_proj has 4 rows, .* says rank 2"),
     ],
 )
 def test_an_adapter_whose_settings_contradict_its_tensors_is_refused(
-    adapter, change, says, tmp_path
+    adapter, settings, extra, says, tmp_path
 ):
-    shutil.copytree(ADAPTERS / adapter, tmp_path / "adapter")
-    if extra := change.pop("extra", None):
+    folder, tensors = copied(adapter, tmp_path / "adapter", **settings)
+    if extra:
         name = f"base_model.model.model.layers.0.self_attn.q_proj.{extra}"
-        held = load_file(tmp_path / "adapter" / TENSORS) | {name: np.ones(32, np.float32)}
-        save_file(held, tmp_path / "adapter" / TENSORS)
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said | change))
+        save_file(tensors | {name: np.ones(32, np.float32)}, folder / TENSORS)
     with pytest.raises(ConfigError, match=says):
-        Adapter(tmp_path / "adapter")
+        Adapter(folder)

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
+from parity import GOLDENS
 from PIL import Image
 
 from maxstack.data.images import pixels_of
@@ -16,18 +16,22 @@ from maxstack.inference.trained_model import config_of
 from maxstack.load import load
 from maxstack.schema.data import ImageConfig
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 PUBLISHED = json.loads((GOLDENS / "preprocessors.json").read_text())
 MADE = np.load(GOLDENS / "preprocessors.npz")
 SIDE = 14
 
 
-def folder(path, said, name="preprocessor_config.json", model="dinov2"):
+def folder(path, said):
     """A folder of a tiny model with what it says of pictures."""
     path = path / "model"
-    shutil.copytree(GOLDENS / model, path)
-    (path / name).write_text(json.dumps(said))
+    shutil.copytree(GOLDENS / "dinov2", path)
+    (path / "preprocessor_config.json").write_text(json.dumps(said))
     return path
+
+
+def read(path):
+    """What the folder says of pictures."""
+    return pictures(Folder(path, weights=False))
 
 
 def values(image, side=SIDE):
@@ -39,7 +43,7 @@ def values(image, side=SIDE):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_pixels_are_those_of_transformers_processors(tmp_path, name):
-    said = pictures(Folder(folder(tmp_path, PUBLISHED[name]), weights=False))
+    said = read(folder(tmp_path, PUBLISHED[name]))
     assert said.side == SIDE
     np.testing.assert_allclose(values(said.image), MADE[name], rtol=0, atol=2e-6 * MADE[name].std())
 
@@ -48,7 +52,7 @@ def test_a_processor_of_both_files_is_read_where_transformers_reads_it(tmp_path)
     path = folder(tmp_path, PUBLISHED["vit"])
     inner = {"image_processor": PUBLISHED["dinov2"], "processor_class": "SomeProcessor"}
     (path / "processor_config.json").write_text(json.dumps(inner))
-    assert pictures(Folder(path, weights=False)).image["mean"] == [0.485, 0.456, 0.406]
+    assert read(path).image["mean"] == [0.485, 0.456, 0.406]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +69,7 @@ def test_a_processor_of_both_files_is_read_where_transformers_reads_it(tmp_path)
 def test_what_is_not_computed_is_refused_by_key(tmp_path, change, says):
     path = folder(tmp_path, PUBLISHED["dinov2"] | change)
     with pytest.raises(ConfigError, match=f"preprocessor_config.json: .*{says}"):
-        pictures(Folder(path, weights=False))
+        read(path)
 
 
 def test_a_folder_is_read_at_the_size_and_by_the_numbers_of_its_processor(tmp_path):
@@ -97,9 +101,7 @@ def test_an_export_says_what_was_trained(tmp_path):
     written = json.loads((path / "preprocessor_config.json").read_text())
     assert written["image_mean"] == [0.2, 0.3, 0.4] and written["resample"] == 3
     assert written["size"] == {"height": 17, "width": 17}
-    np.testing.assert_array_equal(
-        values(pictures(Folder(path, weights=False)).image), values(cfg.data.image)
-    )
+    np.testing.assert_array_equal(values(read(path).image), values(cfg.data.image))
 
 
 def test_an_export_gives_back_what_was_followed(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
-from parity import loaded
+from parity import GOLDENS, loaded
 
-from maxstack import cli
-from maxstack.commands import convert
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents
@@ -27,7 +24,6 @@ from maxstack.load import load
 from maxstack.models.model import abstract
 from maxstack.schema.decoder import DecoderConfig
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 BLOCK, GROUP = (16, 8), 8
 FP8 = {
@@ -110,18 +106,15 @@ def quantized(folder, name, change=lambda held: None):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.slow
-def test_import_and_export_give_the_numbers_in_bfloat16_and_no_quantization(tmp_path, name):
-    meant = quantized(tmp_path / "source", name)
-    assert (
-        cli.run(convert.import_model, [str(tmp_path / "source"), "--out", str(tmp_path / "run")])
-        == 0
-    )
-    assert (
-        cli.run(convert.export_model, [str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    )
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
+def test_import_and_export_give_the_numbers_in_bfloat16_and_no_quantization(
+    tmp_path, name, maxstack
+):
+    meant, run, out = quantized(tmp_path / "source", name), tmp_path / "run", tmp_path / "out"
+    maxstack(f"import {tmp_path / 'source'} --out {run}")
+    maxstack(f"export {run} --out {out}")
+    described = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in described and described["dtype"] == "bfloat16"
-    found = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    found = safetensors.numpy.load_file(out / "model.safetensors")
     assert found.keys() == meant.keys()
     for tensor, values in meant.items():
         assert found[tensor].dtype == BF16
@@ -158,14 +151,9 @@ def test_edges_that_are_no_whole_blocks(tmp_path, name, shape, size):
     parts, meant = quantize(weight, size)
     held = {f"x.weight{part}": array for part, array in parts.items()}
     safetensors.numpy.save_file(held, tmp_path / "model.safetensors")
-    described = (
-        said
-        | {
-            "fp8": {"weight_block_size": [128, 128]},
-            "int4": {"config_groups": {"all": {"weights": INT4 | {"group_size": size}}}},
-        }[name]
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    groups = {"all": {"weights": INT4 | {"group_size": size}}}
+    own = {"weight_block_size": size} if name == "fp8" else {"config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said | own}))
     tensor = Folder(tmp_path).tensors()["model.x.weight"]
     assert tensor.shape == shape
     np.testing.assert_array_equal(tensor.array(), meant)
@@ -175,58 +163,59 @@ def test_edges_that_are_no_whole_blocks(tmp_path, name, shape, size):
 GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
 
 
+SCALES = f"{GATE}_scale_inv"
+
+
 @pytest.mark.parametrize(
-    ("name", "change", "says"),
+    ("name", "tensor", "value", "says"),
     [
+        ("fp8", SCALES, None, f"tensor {GATE}: is float8_e4m3fn without its scales {SCALES}"),
+        ("fp8", GATE, None, f"tensor {SCALES}: is of no use without {GATE}"),
         (
             "fp8",
-            lambda held: held.pop(f"{GATE}_scale_inv"),
-            f"tensor {GATE}: is float8_e4m3fn without its scales {GATE}_scale_inv",
-        ),
-        (
-            "fp8",
-            lambda held: held.pop(GATE),
-            f"tensor {GATE}_scale_inv: is of no use without {GATE}",
-        ),
-        (
-            "fp8",
-            lambda held: held.update({f"{GATE}_scale_inv": np.ones((1, 1), np.float32)}),
-            rf"{GATE}_scale_inv: is float32 \[1, 1\]; weight_block_size \[16, 8\] in config.json, "
+            SCALES,
+            np.ones((1, 1), np.float32),
+            rf"{SCALES}: is float32 \[1, 1\]; weight_block_size \[16, 8\] in config.json, "
             r"on a weight \[8, 16\], needs float32 or bfloat16 or float16 \[1, 2\]",
         ),
         (
             "fp8",
-            lambda held: held.update({GATE: np.ones((8, 16), BF16)}),
+            GATE,
+            np.ones((8, 16), BF16),
             rf"{GATE}: is bfloat16 \[8, 16\], and .* scales float8_e4m3fn",
         ),
         (
             "fp8",
-            lambda held: held.update({f"{GATE}_scale_inv": np.full((1, 2), np.inf, np.float32)}),
-            f"{GATE}_scale_inv: holds a number that is not finite",
+            SCALES,
+            np.full((1, 2), np.inf, np.float32),
+            f"{SCALES}: holds a number that is not finite",
         ),
         (
             "fp8",
-            lambda held: held.update({f"{GATE}_scale_inv": np.float32([[1, -0.5]])}),
-            f"{GATE}_scale_inv: holds -0.5, and no scale of float8_e4m3fn is negative",
+            SCALES,
+            np.float32([[1, -0.5]]),
+            f"{SCALES}: holds -0.5, and no scale of float8_e4m3fn is negative",
         ),
+        ("int4", f"{GATE}_scale", None, f"{GATE}_packed: is of no use without {GATE}_scale"),
         (
             "int4",
-            lambda held: held.pop(f"{GATE}_scale"),
-            f"{GATE}_packed: is of no use without {GATE}_scale",
-        ),
-        (
-            "int4",
-            lambda held: held.update({f"{GATE}_shape": np.array([16, 8], np.int32)}),
+            f"{GATE}_shape",
+            np.array([16, 8], np.int32),
             rf"{GATE}_shape: says \[16, 8\], and the numbers are of \[8, 16\]",
         ),
         (
             "int4",
-            lambda held: held.update({f"{GATE}_scale": np.ones((8, 4), BF16)}),
+            f"{GATE}_scale",
+            np.ones((8, 4), BF16),
             rf"{GATE}_scale: is bfloat16 \[8, 4\]; group_size 8",
         ),
     ],
 )
-def test_tensors_that_do_not_fit_each_other_are_named(tmp_path, name, change, says):
+def test_tensors_that_do_not_fit_each_other_are_named(tmp_path, name, tensor, value, says):
+    def change(held):
+        held.pop(tensor)
+        held |= {} if value is None else {tensor: value}
+
     quantized(tmp_path, name, change)
     with pytest.raises(DataError, match=says):
         Contents(tmp_path).tensors[GATE].array()

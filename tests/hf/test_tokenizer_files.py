@@ -11,7 +11,6 @@ import tokenizers
 
 from maxstack import cli
 from maxstack.checkpoint.weights import WeightsWriter
-from maxstack.config import dump
 from maxstack.data import vocabulary
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.hf.tokenizer import tokenizer_of, unread
@@ -63,7 +62,7 @@ def exported(request, tmp_path):
     cfg = tiny.config(model=model, data=data)
     run, out = tmp_path / "run", tmp_path / "out"
     run.mkdir()
-    (run / "config.yml").write_text(dump(cfg))
+    tiny.write(run, cfg).rename(run / "config.yml")
     writer, weights = WeightsWriter(run, weights_of(cfg.model)), flat(initial(cfg.model, 0))
     for path, weight in weights.items():
         writer.fill(path, 0, lambda index, weight=weight: np.asarray(weight)[index] * 8)

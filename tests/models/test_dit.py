@@ -11,28 +11,29 @@ import parity
 import pytest
 from flax import nnx
 
-from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
 from maxstack.hf.export import export
 from maxstack.load import load
 from maxstack.models.model import abstract, weights_of
+from maxstack.state import tree
 
 SYNTHETIC = {"kind": "synthetic", "vocab": 10}
 GOLDEN = parity.GOLDENS / "dit"
 
 
+def given(golden):
+    """The model's inputs."""
+    time = jnp.asarray(golden["time"], jnp.float32)
+    return {"time": time} | {name: jnp.asarray(golden[name]) for name in ("pixels", "label")}
+
+
 def computed(folder, golden):
     """(what the folder's model makes, the gradient of half its square for the patches)."""
     _, graph, params = parity.model_and_params(folder)
-    given = {
-        "pixels": jnp.asarray(golden["pixels"]),
-        "time": jnp.asarray(golden["time"], jnp.float32),
-        "label": jnp.asarray(golden["label"]),
-    }
 
     def half(params):
-        made, _ = nnx.merge(graph, nnx.State(params))(given)
+        made, _ = nnx.merge(graph, nnx.State(params))(given(golden))
         return (made**2).sum() / 2, made
 
     (_, made), grads = jax.value_and_grad(half, has_aux=True)(params)
@@ -52,24 +53,16 @@ def test_output_and_gradients_are_those_of_diffusers():
 @pytest.mark.slow
 def test_one_condition_is_exported_into_every_block(tmp_path):
     golden, own = np.load(GOLDEN / "dit.npz"), Contents(GOLDEN).model
-    blocks = {
-        name: block.model_copy(update={"modulation": "shared"})
-        for name, block in own.blocks.items()
-    }
+    shared = {"modulation": "shared"}
+    blocks = {name: block.model_copy(update=shared) for name, block in own.blocks.items()}
     model = own.model_copy(update={"blocks": blocks, "out_channels": None, "dtype": "float32"})
-    weights, rng = weights_of(model), np.random.default_rng(0)
-    ours = {
-        path: 0.2 * rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in weights.items()
-    }
-    shapes = {path: leaf.shape for path, leaf in weights.items()}
-    export(model, shapes, ours.__getitem__, tmp_path / "out", shard_size=20_000)
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-    made, _ = computed(tmp_path / "out", golden)
-    graph, _ = abstract(model)
-    given = {name: jnp.asarray(golden[name]) for name in ("pixels", "label")}
-    given["time"] = jnp.asarray(golden["time"], jnp.float32)
-    params = nnx.traversals.unflatten_mapping(ours, sep="/")
-    wanted, _ = nnx.merge(graph, nnx.State(params))(given)
+    shapes = {path: leaf.shape for path, leaf in weights_of(model).items()}
+    rng, out = np.random.default_rng(0), tmp_path / "out"
+    ours = {path: 0.2 * rng.normal(size=shapes[path]).astype(np.float32) for path in shapes}
+    export(model, shapes, ours.__getitem__, out, shard_size=20_000)
+    assert not (out / "model.safetensors").exists()
+    made, _ = computed(out, golden)
+    wanted, _ = nnx.merge(abstract(model)[0], nnx.State(tree(ours)))(given(golden))
     np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -96,24 +89,19 @@ def test_a_pipelines_folder_names_the_one_inside(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsys):
-    out = tmp_path / "grid.png"
-    words = ["sample", str(GOLDEN), "--classes", "1,3", "--count", "2", "--steps", "2"]
-    for command in ([*words, "--out", str(out)], ["import", str(GOLDEN), "--out", str(tmp_path)]):
-        assert cli.main(command) == 1
-        assert "does not say what its model predicts" in capsys.readouterr().err
-    said = "objective.prediction=eps", "objective.path=vp"
-    run = tmp_path / "run"
-    assert cli.main(["import", str(GOLDEN), "--out", str(run), *said]) == 0
+def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, maxstack):
+    run, grid, npz = tmp_path / "run", tmp_path / "grid.png", tmp_path / "made.npz"
+    drawing = "--classes 1,3 --count 2 --steps 2"
+    for words in (f"sample {GOLDEN} {drawing} --out {grid}", f"import {GOLDEN} --out {tmp_path}"):
+        assert "does not say what its model predicts" in maxstack(words, code=1)
+    said = "objective.prediction=eps objective.path=vp"
+    maxstack(f"import {GOLDEN} --out {run} {said}")
     assert load(run / "config.yml").objective.path == "vp"
     with pytest.raises(ConfigError, match="say what the weights of model.from were trained to"):
         load({"model": {"from": str(GOLDEN)}, "data": {"sources": [SYNTHETIC]}})
-    npz = tmp_path / "made.npz"
-    for model, more in ((str(GOLDEN), said), (str(run), ())):
-        command = [words[0], model, *words[2:], *more]
-        assert cli.main([*command, "--out", str(out)]) == 1
-        assert "a model of 4 channels makes latents; give a .npz" in capsys.readouterr().err
-        assert cli.main([*command, "--out", str(npz)]) == 0
+    for model in (f"{GOLDEN} {said}", run):
+        latents = maxstack(f"sample {model} {drawing} --out {grid}", code=1)
+        assert "a model of 4 channels makes latents; give a .npz" in latents
+        maxstack(f"sample {model} {drawing} --out {npz}")
         assert np.load(npz)["latents"].shape == (2, 8, 8, 4)
-    assert cli.main(["sample", str(run), *said]) == 1
-    assert "objective cannot be changed" in capsys.readouterr().err
+    assert "objective cannot be changed" in maxstack(f"sample {run} {said}", code=1)

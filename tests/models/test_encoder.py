@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import bicubic, pieces_of, slab_reader
+from maxstack.layers.patches import sincos2d
 from maxstack.models.model import weights_of
 from maxstack.schema.encoder import EncoderConfig
 
@@ -48,18 +49,22 @@ def test_positions_are_resized_as_torch_does():
     np.testing.assert_array_equal(bicubic(5, 5), np.eye(5))
 
 
+def positions_of(contents, model):
+    """A reader of the table of positions, and its size."""
+    shapes = shapes_of(model)
+    pieces = pieces_of(contents, shapes, model)
+    return slab_reader(pieces["positions"], shapes["positions"], np.dtype("float32"))
+
+
+def shapes_of(model):
+    return {path: leaf.shape for path, leaf in weights_of(model).items()}
+
+
 def test_a_folder_serves_images_of_another_size():
     """The class token's position stays, those of patches are resized."""
-    contents = Contents(parity.GOLDENS / "vit")
-    wanted = contents.model.model_copy(update={"image_size": 20})
-    shapes = {path: leaf.shape for path, leaf in weights_of(wanted).items()}
-    pieces = pieces_of(contents, shapes, wanted)
-    read = slab_reader(pieces["positions"], shapes["positions"], np.dtype("float32"))
-    own = {path: leaf.shape for path, leaf in weights_of(contents.model).items()}
-    before = slab_reader(
-        pieces_of(contents, own)["positions"], own["positions"], np.dtype("float32")
-    )((slice(None), slice(None)))
-    table = read((slice(None), slice(None)))
+    contents, whole = Contents(parity.GOLDENS / "vit"), (slice(None), slice(None))
+    read = positions_of(contents, contents.model.model_copy(update={"image_size": 20}))
+    before, table = positions_of(contents, contents.model)(whole), read(whole)
     assert table.shape == (26, 16)
     np.testing.assert_array_equal(table[0], before[0])
     grid = before[1:].reshape(3, 3, 16)
@@ -71,7 +76,7 @@ def test_a_folder_serves_images_of_another_size():
 def test_a_new_head_leaves_the_folders_own():
     contents = Contents(parity.GOLDENS / "vit")
     wanted = contents.model.model_copy(update={"classes": 3})
-    shapes = {path: leaf.shape for path, leaf in weights_of(wanted).items()}
+    shapes = shapes_of(wanted)
     assert shapes.keys() - pieces_of(contents, shapes, wanted).keys() == {"head", "head_bias"}
 
 
@@ -97,8 +102,6 @@ def test_a_mistake_is_named(changes, message):
 
 def test_fixed_positions_tell_rows_from_columns():
     """The two halves are of columns and of rows, the first place being the origin."""
-    from maxstack.layers.patches import sincos2d
-
     table = sincos2d(3, 8)
     assert table.shape == (9, 8) and len({tuple(row) for row in table.round(6)}) == 9
     np.testing.assert_allclose(table[0], [0, 0, 1, 1, 0, 0, 1, 1])

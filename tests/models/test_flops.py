@@ -20,9 +20,8 @@ from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 @pytest.mark.parametrize("limit", [{}, {"window": 5}, {"chunk": 5}, {"window": 40}], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_counts_the_scores_that_its_mask_leaves(limit, causal):
-    mixer = {"kind": "attention", "heads": 4, "head_dim": 8, "causal": causal} | limit
-    blocks = {"block": {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 32}}}
-    model = tiny.config(model=tiny.model(pattern=["block"], blocks=blocks, layers=1)).model
+    mixer = tiny.ATTENTION | {"causal": causal} | limit
+    model = tiny.config(model=tiny.one_block(mixer, layers=1)).model
     asked = request(model.blocks["block"].mixer)
     at = jnp.arange(13)
     chunks = ((at[None] // asked.chunk,) * 2,) if asked.chunk else ()
@@ -35,18 +34,13 @@ def test_attention_counts_the_scores_that_its_mask_leaves(limit, causal):
 def test_frozen_weights_count_four_and_adapters_six():
     cfg = tiny.config(lora={"rank": 4})
     run, whole = tiny.make_run(cfg), flops_per_token(cfg.model, 48)
-    base = (
-        sum(leaf.size for path, leaf in run.weights.original.items() if "norm" not in path)
-        - cfg.model.vocab * cfg.model.embed
-    )
-    assert (
-        run.weights.adapters
-        == sum(leaf.size for path, leaf in run.weights.shapes.items() if "lora" in path)
-        > 0
-    )
-    assert flops_per_token(cfg.model, 48, run.weights.adapters) == pytest.approx(
-        whole - 2 * base + 6 * run.weights.adapters
-    )
+    sizes = {path: leaf.size for path, leaf in run.weights.original.items() if "norm" not in path}
+    base = sum(sizes.values()) - cfg.model.vocab * cfg.model.embed
+    adapters = run.weights.adapters
+    own = [leaf.size for path, leaf in run.weights.shapes.items() if "lora" in path]
+    assert adapters == sum(own) > 0
+    found = flops_per_token(cfg.model, 48, adapters)
+    assert found == pytest.approx(whole - 2 * base + 6 * adapters)
 
 
 def scores(mixer) -> float:
@@ -60,28 +54,19 @@ def scores(mixer) -> float:
 
 def share(path: str, model) -> float:
     """The part of a weight that a token meets: of experts those that it goes to, of tables none."""
-    name = path.rsplit("/", 1)[-1]
-    if (
-        name in ("embed", "positions", "per_layer_embed")
-        or "norm" in path
-        or name.endswith(("bias", "scale", "scalar"))
-        or name in ("sinks", "a_log", "dt_bias")
-    ):
+    *_, name = path.split("/")
+    tables = "embed", "positions", "per_layer_embed", "sinks", "a_log", "dt_bias"
+    if name in tables or "norm" in path or name.endswith(("bias", "scale", "scalar")):
         return 0.0
-    if (
-        name not in ("gate", "up", "down")
-        or "/mlp/" not in path
-        or "/shared/" in path
-        or "/dense/" in path
-    ):
+    alone = "/mlp/" not in path or "/shared/" in path or "/dense/" in path
+    if name not in ("gate", "up", "down") or alone:
         return 1.0
     part, key = path.split("/")[:2]
-    first_of_rest = len(model.prefix) + model.repetitions * len(model.period)
-    block = model.blocks[
-        model.stacks[key]
-        if part == "blocks"
-        else model.order[int(key) + (first_of_rest if part == "rest" else 0)]
-    ]
+    if part == "blocks":
+        block = model.blocks[model.stacks[key]]
+    else:
+        first = len(model.prefix) + model.repetitions * len(model.period) if part == "rest" else 0
+        block = model.blocks[model.order[int(key) + first]]
     moe = block.mlp.moe if isinstance(block.mlp, ParallelMLPConfig) else block.mlp
     return moe.top_k / moe.experts if isinstance(moe, MoEConfig) else 1.0
 

@@ -15,6 +15,7 @@ import tiers
 import tiny
 from flax import nnx
 from jax.interpreters import partial_eval
+from tiny import ATTENTION, GATED, MOE
 
 from maxstack import optim
 from maxstack.models.model import abstract
@@ -22,26 +23,8 @@ from maxstack.objectives.objective import Models, objective_of
 from maxstack.state import of_weights
 
 GOLDEN = Path(__file__).parent.parent / "goldens" / "losses.json"
-ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
-GATED = {"kind": "gated", "hidden": 64}
-MLA = {
-    "kind": "mla",
-    "heads": 4,
-    "q_lora": 16,
-    "kv_lora": 16,
-    "nope_dim": 8,
-    "rope_dim": 4,
-    "value_dim": 8,
-}
-DELTA = {
-    "kind": "gated_delta",
-    "key_heads": 2,
-    "value_heads": 4,
-    "key_dim": 8,
-    "value_dim": 8,
-    "chunk": 16,
-}
-MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
+MLA = tiny.MLA | {"q_lora": 16}
+DELTA = tiny.DELTA | {"chunk": 16}
 LAYER = {"kind": "layer", "bias": True}
 DEEP = {
     "score": "sigmoid",
@@ -58,15 +41,8 @@ PARALLEL = {"kind": "parallel", "dense": GATED, "moe": MOE | {"router": {"normed
 
 def model(mixer=ATTENTION, mlp=GATED, placement="pre", norm=None, block=None, **changes):
     spec = {"mixer": mixer, "mlp": mlp, "placement": placement, "norm": norm or {}} | (block or {})
-    return {
-        "vocab": tiny.VOCAB,
-        "embed": 32,
-        "layers": 1,
-        "dtype": "float32",
-        "blocks": {"block": spec},
-        "pattern": [],
-        "norm": norm or {},
-    } | changes
+    one = {"layers": 1, "blocks": {"block": spec}, "pattern": [], "norm": norm or {}}
+    return tiny.model(**one | changes)
 
 
 MODELS = {
@@ -105,7 +81,7 @@ MODELS = {
 
 def losses(name: str) -> list[float]:
     run = tiny.make_run(tiny.config(model=MODELS[name], optimizer={"learning_rate": 1e-2}))
-    data, state, found = run.batches.place(tiny.batch(run.cfg), 8), run.init(), []
+    data, state, found = tiny.place(run), run.init(), []
     for _ in range(20):
         state, scalars = run.step(state, data)
         found.append(float(scalars["loss"]))
@@ -138,19 +114,17 @@ EVERYTHING = MODELS | {
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_the_loss_depends_on_every_weight(name):
     cfg = tiny.config(model=EVERYTHING[name])
-    graph, weights = abstract(cfg.model)
+    graph, state = abstract(cfg.model)
+    weights, loss = nnx.to_pure_dict(state), objective_of(cfg).loss
     data = {key: jnp.asarray(value) for key, value in tiny.batch(cfg).items()}
-    traced = jax.make_jaxpr(
-        lambda params: (
-            objective_of(cfg).loss(Models(nnx.merge(graph, nnx.State(params))), data).total
-        )
-    )(nnx.to_pure_dict(weights))
-    _, used = partial_eval.dce_jaxpr(traced.jaxpr, [True])
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(weights))
-    ]
-    assert [path for path, needed in zip(paths, used, strict=True) if not needed] == []
+
+    def total(params):
+        return loss(Models(nnx.merge(graph, nnx.State(params))), data).total
+
+    _, used = partial_eval.dce_jaxpr(jax.make_jaxpr(total)(weights).jaxpr, [True])
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
+    unused = [path for (path, _), needed in zip(leaves, used, strict=True) if not needed]
+    assert unused == []
 
 
 def test_further_tokens_without_a_loss_are_not_trained():

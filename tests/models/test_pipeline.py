@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import trees
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from maxstack import sharding
 from maxstack.models import pipeline
@@ -36,14 +36,7 @@ TABLE = {"rules": {"vocab": ["tensor", "fsdp", "expert", "stage"]}}
 
 
 def model(layers, pattern, blocks, **changes):
-    return {
-        "vocab": tiny.VOCAB,
-        "embed": 16,
-        "layers": layers,
-        "pattern": pattern,
-        "dtype": "float32",
-        "blocks": blocks,
-    } | changes
+    return tiny.model(embed=16, layers=layers, pattern=pattern, blocks=blocks, **changes)
 
 
 DENSE = model(8, ["a"], {"a": {"mixer": ATTENTION, "mlp": MLP}})
@@ -62,16 +55,8 @@ MESH = {"stage": 2, "rounds": 2, "microbatches": 4, "data": 2, "expert": 2}
 
 
 def run_of(spec, mesh, devices):
-    return tiny.make_run(
-        tiny.config(
-            model=spec,
-            mesh=mesh | TABLE,
-            train={"batch_size": 16},
-            data={"seq_len": 8},
-            objective={"z_loss": 1e-3},
-        ),
-        devices,
-    )
+    sizes = {"train": {"batch_size": 16}, "data": {"seq_len": 8}, "objective": {"z_loss": 1e-3}}
+    return tiny.make_run(tiny.config(model=spec, mesh=mesh | TABLE, **sizes), devices)
 
 
 def total(run):
@@ -87,18 +72,12 @@ def total(run):
 
 def loss_and_gradients(run):
     """Loss and gradients of drawn weights and packed rows, as numpy."""
-    rng, shardings = (
-        np.random.default_rng(0),
-        jax.tree.map(lambda leaf: leaf.sharding, run.abstract.params),
-    )
-    params = jax.device_put(
-        jax.tree.map(
-            lambda leaf: rng.normal(0.0, 0.2, leaf.shape).astype(leaf.dtype), run.abstract.params
-        ),
-        shardings,
-    )
+    rng, weights = np.random.default_rng(0), run.abstract.params
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, weights)
+    drawn = jax.tree.map(lambda leaf: rng.normal(0.0, 0.2, leaf.shape).astype(leaf.dtype), weights)
     compute = jax.jit(jax.value_and_grad(total(run), has_aux=True), out_shardings=(None, shardings))
-    return jax.tree.map(np.asarray, compute(params, run.batches.place(tiny.batch(run.cfg), 16)))
+    found = compute(jax.device_put(drawn, shardings), tiny.place(run))
+    return jax.tree.map(np.asarray, found)
 
 
 @pytest.mark.slow
@@ -116,30 +95,15 @@ def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_rematerialize
 
 def kept(policy, rounds):
     """Shapes of the floats that a forward pass keeps of every period that a stage does."""
-    run = run_of(
-        DENSE | {"layers": 16, "remat": policy},
-        {"stage": 4, "data": 2, "rounds": rounds, "microbatches": 8},
-        8,
-    )
-    found, periods = [], pipeline.ticks(4, rounds, 8) * 4 // rounds
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "scan" and equation.params["length"] == periods:
-                outs = [out.aval for out in equation.outvars]
-                found.extend(
-                    out.shape[1:]
-                    for out in outs
-                    if out.shape[:1] == (periods,) and out.dtype == np.float32
-                )
-            for inner in jaxprs_in_params(equation.params):
-                walk(inner)
-
-    walk(
-        jax.make_jaxpr(jax.grad(total(run), has_aux=True))(
-            run.abstract.params, run.batches.abstract()
-        ).jaxpr
-    )
+    mesh = {"stage": 4, "data": 2, "rounds": rounds, "microbatches": 8}
+    run = run_of(DENSE | {"layers": 16, "remat": policy}, mesh, 8)
+    periods = pipeline.ticks(4, rounds, 8) * 4 // rounds
+    gradient = jax.make_jaxpr(jax.grad(total(run), has_aux=True))
+    found = []
+    for each in trees.equations(gradient(run.abstract.params, run.batches.abstract()).jaxpr):
+        if each.primitive.name == "scan" and each.params["length"] == periods:
+            outs = [out.aval for out in each.outvars if out.aval.dtype == np.float32]
+            found += [out.shape[1:] for out in outs if out.shape[:1] == (periods,)]
     return found
 
 

@@ -25,6 +25,17 @@ def model_of(run, seed=0):
     return nnx.merge(run.graph, nnx.State(params)), params
 
 
+def noise_of(seed, number):
+    """What an image is made of."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+    return np.asarray(jax.random.normal(key, (SIDE, SIDE, 1)))
+
+
+def drawn_of(x):
+    """Values of a picture, as they are written."""
+    return np.clip(x * 0.5 + 0.5, 0, 1) * 255
+
+
 @pytest.mark.parametrize("prediction", ["velocity", "x0", "eps"])
 def test_the_loss_is_the_mean_squared_error_on_a_line_to_noise(prediction):
     run = tiny.make_run(tiny_vision.dit(objective={"prediction": prediction}))
@@ -84,13 +95,11 @@ def test_a_sample_is_the_same_alone_and_follows_the_velocity():
     together = [*sampler(labels, 0, seed=7)]
     (alone,) = sampler(labels[3:4], 3, seed=7)
     np.testing.assert_array_equal(alone, together[3])
-    key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 3)
-    x = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1)))[None]
+    x = noise_of(7, 3)[None]
     for now in (1.0, 2 / 3, 1 / 3):
         at = {"pixels": x, "time": np.array([1000 * now], np.float32), "label": labels[3:4]}
         x = x - np.asarray(model(at)[0]) / 3
-    values = np.clip(x[0] * 0.5 + 0.5, 0, 1) * 255
-    assert np.abs(values - alone).max() <= 1
+    assert np.abs(drawn_of(x[0]) - alone).max() <= 1
 
 
 @pytest.mark.slow
@@ -124,10 +133,7 @@ def test_heun_is_of_second_order(monkeypatch):
     for solver in ("euler", "heun"):
         for steps in (4, 8):
             (image,) = Sampler(run, {}, steps, solver, 1.0)(np.zeros(1, np.int32), 0, seed=1)
-            key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)
-            exact = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1))) / np.e
-            off = image / 255 - np.clip(exact * 0.5 + 0.5, 0, 1)
-            errors[solver, steps] = np.abs(off).mean()
+            errors[solver, steps] = np.abs(image - drawn_of(noise_of(1, 0) / np.e)).mean()
     assert errors["heun", 4] < 0.3 * errors["euler", 4]
     assert errors["euler", 8] == pytest.approx(errors["euler", 4] / 2, rel=0.2)
 
@@ -148,15 +154,14 @@ def test_the_path_of_ddpm_is_trained_and_followed_by_ddim():
     found = run.objective.loss(Models(model), prepared)
     assert float(found.total) == pytest.approx((errors * rows["real"]).sum(), rel=1e-4)
     (drawn,) = Sampler(run, params, 4, "euler", 1.0)(np.zeros(1, np.int32), 0, seed=1)
-    key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)
-    x = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1)))[None]
+    x = noise_of(1, 0)[None]
     for step, after in zip((999, 749, 499, 249), (749, 499, 249, None), strict=True):
         at = {"time": np.array([step], np.float32), "label": np.zeros(1, np.int32)}
         made = np.asarray(model({"pixels": x, **at})[0])
         image = (x - np.sqrt(1 - kept[step]) * made) / np.sqrt(kept[step])
         then = 1.0 if after is None else kept[after]
         x = (np.sqrt(then) * image + np.sqrt(1 - then) * made).astype(np.float32)
-    assert np.abs(np.clip(x[0] * 0.5 + 0.5, 0, 1) * 255 - drawn).max() <= 1
+    assert np.abs(drawn_of(x[0]) - drawn).max() <= 1
     with pytest.raises(ConfigError, match="follows objective.path=line alone"):
         Sampler(run, params, 4, "heun", 1.0)
 
@@ -174,30 +179,28 @@ def recipe(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_trained_model_draws_the_same_images_whatever_their_number(recipe, capsys, monkeypatch):
+def test_a_trained_model_draws_the_same_images_whatever_their_number(recipe, maxstack, monkeypatch):
     tiny_vision.trained(recipe, "run.name=whole")
-    run, out = str(recipe.parent / "whole"), recipe.parent / "drawn"
-    words = ["sample", run, "--classes", "0-2,7", "--steps", "2", "--seed", "3"]
-    assert cli.main([*words, "--count", "3", "--out", str(out)]) == 0
+    run, out, grid = (recipe.parent / name for name in ("whole", "drawn", "grid.png"))
+    words = f"sample {run} --classes 0-2,7 --steps 2 --seed 3"
+    maxstack(f"{words} --count 3 --out {out}")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(sys.modules["maxstack.inference.images"], "AT_ONCE", 1)
-    assert cli.main([*words, "--count", "8", "--out", str(out)]) == 0
+    maxstack(f"{words} --count 8 --out {out}")
     after = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
     assert [*after] == [*(f"{i:06}.png" for i in range(8)), "samples.json"]
     assert before.items() <= after.items()
-    assert cli.main([*words, "--count", "8", "--out", str(recipe.parent / "grid.png")]) == 0
-    assert Image.open(recipe.parent / "grid.png").size == (4 * 33 - 1, 2 * 33 - 1)
-    capsys.readouterr()
-    for wrong, said in {
-        ("--classes", "9-12"): "--classes: 12 is not one of the model's classes, 0 to 9",
-        ("--classes", "a"): "give numbers and ranges",
-        ("--guidance", "nan"): "nan is not a number from 0 to 100",
-        ("--out", str(out)): "holds images made with classes=[0, 1, 2, 7]",
-        ("--out", str(recipe.parent)): "holds other files; give a new folder",
-        ("--out", str(recipe / "in")): "cannot be created",
-    }.items():
-        assert cli.main(["sample", run, *wrong]) != 0
-        assert said in capsys.readouterr().err
+    maxstack(f"{words} --count 8 --out {grid}")
+    assert Image.open(grid).size == (4 * 33 - 1, 2 * 33 - 1)
+    for wrong, code, said in (
+        ("--classes 9-12", 1, "--classes: 12 is not one of the model's classes, 0 to 9"),
+        ("--classes a", 1, "give numbers and ranges"),
+        ("--guidance nan", 1, "nan is not a number from 0 to 100"),
+        (f"--out {out}", 1, "holds images made with classes=[0, 1, 2, 7]"),
+        (f"--out {recipe.parent}", 1, "holds other files; give a new folder"),
+        (f"--out {recipe / 'in'}", 1, "cannot be created"),
+    ):
+        assert said in maxstack(f"sample {run} {wrong}", code=code)
 
 
 @pytest.mark.release

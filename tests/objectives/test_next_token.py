@@ -5,15 +5,13 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import trees
 from flax import nnx
 
 from maxstack.models.model import abstract
 from maxstack.objectives.objective import Models, objective_of
 
-BLOCK = {
-    "mixer": {"kind": "attention", "heads": 4, "head_dim": 8},
-    "mlp": {"kind": "gated", "hidden": 32},
-}
+BLOCK = {"mixer": tiny.ATTENTION | {"kv_heads": 4}, "mlp": {"kind": "gated", "hidden": 32}}
 ROUTER = {
     "score": "sigmoid",
     "selection_bias": True,
@@ -21,7 +19,7 @@ ROUTER = {
     "balance_loss": 0.1,
     "z_loss": 0.01,
 }
-EXPERTS = BLOCK | {"mlp": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": ROUTER}}
+EXPERTS = BLOCK | {"mlp": tiny.MOE | {"hidden": 16, "router": ROUTER}}
 
 
 def config(block, train=None, objective=None, more=None, **changes):
@@ -75,19 +73,17 @@ def test_no_further_token_is_predicted_over_the_end_of_a_document_that_is_seen()
 @pytest.mark.slow
 def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leaves_it():
     run = tiny.make_run(config(EXPERTS))
-    data, before = run.batches.place(tiny.batch(run.cfg), 8), run.init()
-    graph, params = run.graph, jax.tree.map(np.asarray, before.params)
-    loss = run.objective.loss
-    reports = jax.jit(
-        lambda params, data: loss(Models(nnx.merge(graph, nnx.State(params))), data).reports
-    )(params, data)
+    data, before = tiny.place(run), run.init()
+
+    @jax.jit
+    def reports(params, data):
+        return run.objective.loss(Models(nnx.merge(run.graph, nnx.State(params))), data).reports
+
+    found = reports(jax.tree.map(np.asarray, before.params), data)
     after, scalars = run.step(before, data)
-    ((path, load),) = reports.items()
-    assert (
-        path == ("blocks", "block", "mlp", "load")
-        and load.shape == (1, 4)
-        and load.sum() == 2 * 8 * 48
-    )
+    ((path, load),) = found.items()
+    assert path == ("blocks", "block", "mlp", "load")
+    assert load.shape == (1, 4) and load.sum() == 2 * 8 * 48
     bias = np.asarray(after.params["blocks"]["block"]["mlp"]["selection_bias"])
     np.testing.assert_array_equal(bias, 0.25 * np.sign(load.mean(-1, keepdims=True) - load))
     assert scalars["expert_load"] == pytest.approx((load.max(-1) / load.mean(-1)).max())
@@ -97,7 +93,7 @@ def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leave
 def test_a_selection_bias_that_is_frozen_never_changes(patterns):
     """By a pattern that names it, and by a list of what is trained without it."""
     run = tiny.make_run(config(EXPERTS, more=patterns))
-    data, before = run.batches.place(tiny.batch(run.cfg), 8), run.init()
+    data, before = tiny.place(run), run.init()
     start = jax.tree.map(np.asarray, before.params)["blocks"]["block"]["mlp"]
     after = run.step(before, data)[0].params["blocks"]["block"]["mlp"]
     np.testing.assert_array_equal(after["selection_bias"], start["selection_bias"])
@@ -106,20 +102,15 @@ def test_a_selection_bias_that_is_frozen_never_changes(patterns):
 
 @pytest.mark.slow
 def test_experts_under_accumulation_and_on_a_mesh_are_those_of_one_batch():
-    runs = [
-        tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
-        for pieces, devices in ((1, 1), (4, 1), (1, 8))
-    ]
-    (whole, *others) = [
-        run.step(run.init(), run.batches.place(tiny.batch(run.cfg), 8)) for run in runs
-    ]
-    for state, scalars in others:
-        for name in ("loss", "router_loss", "grad_norm", "expert_load"):
-            assert float(scalars[name]) == pytest.approx(float(whole[1][name]), rel=1e-5), name
-        for ours, wanted in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(whole[0].params), strict=True
-        ):
-            np.testing.assert_allclose(ours, wanted, atol=2e-5)
+    names, found = ("loss", "router_loss", "grad_norm", "expert_load"), []
+    for pieces, devices in ((1, 1), (4, 1), (1, 8)):
+        run = tiny.make_run(config(EXPERTS, {"accumulate": pieces}), devices)
+        state, scalars = run.step(run.init(), tiny.place(run))
+        found.append(([float(scalars[name]) for name in names], state.params))
+    (figures, params), *others = found
+    for other, moved in others:
+        assert other == pytest.approx(figures, rel=1e-5)
+        trees.close(moved, params, atol=2e-5)
 
 
 def added(objective, block, **changes):

@@ -86,6 +86,11 @@ def test_losses_equal_trl(name):
     )
 
 
+def advantages_of(section, **more):
+    objective = objective_of(config(section, rollout={"epochs": 2}))
+    return objective.prepare(batch(**more), jax.random.key(0))["advantages"]
+
+
 @pytest.mark.parametrize(
     ("loss", "low", "high"),
     [
@@ -103,32 +108,24 @@ def test_clipped_tokens_are_reported(loss, low, high):
 
 
 @pytest.mark.parametrize(
-    ("name", "section"),
+    ("name", "section", "more"),
     [
-        ("grpo/group", {"scale": "group"}),
-        ("grpo/batch", {"scale": "batch"}),
-        ("grpo/none", {"scale": "none"}),
-        ("rloo", {"baseline": "others", "scale": "none"}),
+        ("grpo/group", {"scale": "group"}, {}),
+        ("grpo/batch", {"scale": "batch"}, {}),
+        ("grpo/none", {"scale": "none"}, {}),
+        ("rloo", {"baseline": "others", "scale": "none"}, {}),
+        (
+            "rloo+kl",
+            {"baseline": "others", "scale": "none"},
+            {"kl": {"weight": 0.05, "estimate": "k1", "where": "return"}},
+        ),
     ],
 )
-def test_advantages_equal_trl(name, section):
-    made = advantages_of({"advantage": section})
-    np.testing.assert_allclose(
-        made, ARRAYS[f"advantages/{name}"][:, None] * MASK, rtol=CLOSE, atol=CLOSE
-    )
-
-
-def test_a_penalty_comes_off_the_return_before_the_baseline_as_in_trls_rloo():
-    section = {
-        "advantage": {"baseline": "others", "scale": "none"},
-        "kl": {"weight": 0.05, "estimate": "k1", "where": "return"},
-    }
-    np.testing.assert_allclose(
-        advantages_of(section),
-        ARRAYS["advantages/rloo+kl"][:, None] * MASK,
-        rtol=CLOSE,
-        atol=CLOSE,
-    )
+def test_advantages_equal_trl(name, section, more):
+    """A penalty comes off the return before the baseline, as in TRL's RLOO."""
+    made = advantages_of({"advantage": section} | more)
+    wanted = ARRAYS[f"advantages/{name}"][:, None] * MASK
+    np.testing.assert_allclose(made, wanted, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("baseline", ["mean", "others"])
@@ -141,11 +138,6 @@ def test_equal_rewards_teach_nothing(baseline, scale):
         group=jnp.asarray(MASK, jnp.int32),
     )
     assert np.all(np.asarray(made) == 0)
-
-
-def advantages_of(section, **more):
-    objective = objective_of(config(section, rollout={"epochs": 2}))
-    return objective.prepare(batch(**more), jax.random.key(0))["advantages"]
 
 
 def test_rewards_of_tokens_are_whitened_returns():

@@ -2,6 +2,7 @@
 devices, nor packing, nor the kind of reference change them."""
 
 import contextlib
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +48,10 @@ def config(objective, **changes):
     """A tiny model on made-up people, several records in a row."""
     record = RECORDS[objective["kind"]]
     model = tiny.model(**tiny.ONE_KIND, head={"scores": objective["kind"] == "reward"})
-    source = {
-        "kind": "function",
-        "call": f"{PEOPLE}:{record}",
-        "documents": 64,
-        "record": {"kind": record},
-        "holdout": 0.25,
-    }
-    data = {
-        "sources": [source],
-        "tokenizer": {"kind": "bytes"},
-        "template": "plain",
-        "packing": "fit",
-        "seq_len": 96,
-    } | changes.pop("data", {})
+    source = {"kind": "function", "documents": 64, "holdout": 0.25}
+    source |= {"call": f"{PEOPLE}:{record}", "record": {"kind": record}}
+    data = {"tokenizer": {"kind": "bytes"}, "template": "plain", "packing": "fit", "seq_len": 96}
+    data |= {"sources": [source]} | changes.pop("data", {})
     teacher = {"teacher": model | {"layers": 1}} if objective["kind"] == "distill" else {}
     sections = {"model": model, "data": data, "objective": objective, "optimizer": SGD}
     return tiny.config(**sections | teacher | changes)
@@ -83,6 +74,10 @@ def first_batch(run):
     """A batch of a run's feed, before it is placed."""
     with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
         return next(feed)
+
+
+def placed(run):
+    return run.batches.place(first_batch(run), 8)
 
 
 def same(first, second, tolerance=1e-5):
@@ -138,19 +133,16 @@ def test_messages_of_the_same_small_weight_are_as_those_of_weight_one(name):
 def test_packing_changes_no_sum(name):
     """Over all held-out records, of losses that are sums over them: others are means over a
     batch."""
-    objective = KINDS[name]
     found = []
     for packing in ("fit", "none"):
-        cfg = config(objective, data={"packing": packing})
+        cfg = config(KINDS[name], data={"packing": packing})
         run, size = tiny.make_run(cfg), cfg.train.batch_size
-        params, beside, sums = run.init().params, startup.frozen_weights(run), {}
+        params, beside, sums = run.init().params, startup.frozen_weights(run), Counter()
         feed = Feed(cfg.data, range(size), size, evaluation=True, fields=run.objective.fields)
         with contextlib.closing(feed):
             while (batch := next(feed))["segments"].any():
-                for key, value in run.eval_step(
-                    params, run.batches.place(batch, size), *beside
-                ).items():
-                    sums[key] = sums.get(key, 0.0) + float(value)
+                scalars = run.eval_step(params, run.batches.place(batch, size), *beside)
+                sums.update(jax.tree.map(float, scalars))
         found.append(sums)
     first, second = found
     assert first["weight"] > 0 and first == pytest.approx(second, rel=2e-5)
@@ -163,7 +155,7 @@ def test_the_gradient_is_that_of_the_loss_by_logits(name):
     run = tiny.make_run(config(KINDS[name]))
     params, objective = run.init().params, run.objective
     changed = jax.tree.map(lambda x: x * 1.1, params)
-    batch = objective.prepare(run.batches.place(first_batch(run), 8), jax.random.key(0))
+    batch = objective.prepare(placed(run), jax.random.key(0))
 
     def model(params):
         return nnx.merge(run.graph, nnx.State(params))
@@ -226,7 +218,7 @@ def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluatio
     same(losses(config(noisy, train={"accumulate": 4})), alone)
     assert abs(alone[0]["loss"] - losses(config(KINDS["sft"]))[0]["loss"]) > 1e-4
     run = tiny.make_run(config(noisy))
-    batch = run.batches.place(first_batch(run), 8)
+    batch = placed(run)
     params = run.init().params
     plain = tiny.make_run(config(KINDS["sft"]))
     assert float(run.eval_step(params, batch)["nll"]) == pytest.approx(
@@ -236,7 +228,7 @@ def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluatio
 
 def test_statistics_are_those_of_the_whole_distribution():
     run = tiny.make_run(config(KINDS["sft"]))
-    batch = run.batches.place(first_batch(run), 8)
+    batch = placed(run)
     params = run.init().params
     model = nnx.merge(run.graph, nnx.State(params))
     logits = np.asarray(model.logits(model.hidden(batch)), np.float64)

@@ -99,9 +99,12 @@ def mean(objective, batch):
     return objective.terms(batch).total.sum() / objective.weight(batch)
 
 
-def assert_same(name, value, gradients, expected):
-    assert value == pytest.approx(GOLDEN_LOSSES[name], rel=CLOSE, abs=CLOSE)
-    for gradient, array in zip(gradients, expected, strict=True):
+def assert_trls(name, value, gradients, *arrays):
+    """A function of arrays has TRL's value and gradients."""
+    given = [jnp.asarray(array, jnp.float32) for array in arrays]
+    found, grads = jax.value_and_grad(value, tuple(range(len(given))))(*given)
+    assert found == pytest.approx(GOLDEN_LOSSES[name], rel=CLOSE, abs=CLOSE)
+    for gradient, array in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(gradient, ARRAYS[f"{name}/{array}"], rtol=CLOSE, atol=CLOSE)
 
 
@@ -125,9 +128,7 @@ def test_preference_losses_equal_trl(name):
         batch["sharpness"] = paired(jax.nn.logsumexp(2 * logps, axis=-1))
         return mean(loss, batch)
 
-    logits = jnp.asarray(ARRAYS["pairs/logits"], jnp.float32)
-    result, gradient = jax.value_and_grad(value)(logits)
-    assert_same(name, result, [gradient], ["grad_logits"])
+    assert_trls(name, value, ["grad_logits"], ARRAYS["pairs/logits"])
 
 
 @pytest.mark.parametrize("name", sorted(CPO | ORPO))
@@ -138,9 +139,8 @@ def test_losses_without_a_reference_equal_trl(name):
         logps = rows_of_pairs(chosen[:, None], rejected[:, None])
         return mean(loss, batch_of(np.ones(logps.shape)) | {"logps": logps})
 
-    arrays = [jnp.asarray(ARRAYS[f"{name}/{key}"], jnp.float32) for key in ("chosen", "rejected")]
-    result, gradients = jax.value_and_grad(value, argnums=(0, 1))(*arrays)
-    assert_same(name, result, gradients, ["grad_chosen", "grad_rejected"])
+    arrays = [ARRAYS[f"{name}/{key}"] for key in ("chosen", "rejected")]
+    assert_trls(name, value, ["grad_chosen", "grad_rejected"], *arrays)
 
 
 @pytest.mark.parametrize("name", ["ipo", "sigmoid_norm", "simpo"])
@@ -177,9 +177,7 @@ def test_losses_of_labelled_answers_equal_trl(name, loss):
         }
         return mean(made, batch)
 
-    logits = jnp.asarray(ARRAYS["pairs/logits"], jnp.float32)
-    result, gradient = jax.value_and_grad(value)(logits)
-    assert_same(f"kto/{name}", result, [gradient], ["grad_logits"])
+    assert_trls(f"kto/{name}", value, ["grad_logits"], ARRAYS["pairs/logits"])
 
 
 @pytest.mark.parametrize(
@@ -195,9 +193,7 @@ def test_reward_losses_equal_trl(name, section):
         batch = batch_of(np.ones(rows.shape)) | {"ends": jnp.ones(rows.shape), "margin": margin}
         return made.sums(batch, rows)["loss"] / len(rows)
 
-    scores = jnp.asarray(ARRAYS["reward/scores"], jnp.float32)
-    result, gradient = jax.value_and_grad(value)(scores)
-    assert_same(f"reward/{name}", result, [gradient], ["grad_scores"])
+    assert_trls(f"reward/{name}", value, ["grad_scores"], ARRAYS["reward/scores"])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -212,6 +208,4 @@ def test_divergences_of_distillation_equal_trl(beta, temperature):
         )
         return (divergence(student, teacher, beta) * counted).sum() / counted.sum()
 
-    logits = jnp.asarray(ARRAYS["pairs/logits"], jnp.float32)
-    result, gradient = jax.value_and_grad(value)(logits)
-    assert_same(f"gkd/{beta}@{temperature}", result, [gradient], ["grad_logits"])
+    assert_trls(f"gkd/{beta}@{temperature}", value, ["grad_logits"], ARRAYS["pairs/logits"])

@@ -8,7 +8,6 @@ import tiny
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack import cli, train
-from maxstack.config import dump
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.optim import rounding
@@ -52,12 +51,11 @@ def test_weights_that_stand_still_are_told_with_their_share(tmp_path, capsys):
         optimizer={"learning_rate": 1e-5, "schedule": None},
         train={"steps": 21},
     )
-    (tmp_path / "run.yml").write_text(dump(cfg))
-    shares = {}
+    path, shares = str(tiny.write(tmp_path, cfg)), {}
     for kind in ("nearest", "stochastic"):
         words = f"run.output_dir={tmp_path}", f"run.name={kind}", "run.trackers=[]"
         more = f"optimizer.rounding={kind}", "run.compilation_cache=null"
-        assert cli.run(train.main, [str(tmp_path / "run.yml"), *words, *more]) == 0
+        assert cli.run(train.main, [path, *words, *more]) == 0
         rows = [row for row in tiny.metrics(tmp_path / kind) if "weights_still" in row]
         shares[kind] = np.mean([row["weights_still"] for row in rows[-20:]])
         out = capsys.readouterr().out
@@ -67,6 +65,6 @@ def test_weights_that_stand_still_are_told_with_their_share(tmp_path, capsys):
 
 
 def test_there_is_nothing_to_round_by_chance_in_float32(tmp_path):
-    (tmp_path / "run.yml").write_text(dump(tiny.config()))
+    path = tiny.write(tmp_path, tiny.config())
     with pytest.raises(ConfigError, match=r"stochastic is for weights in bfloat16"):
-        load(tmp_path / "run.yml", ["optimizer.rounding=stochastic"])
+        load(path, ["optimizer.rounding=stochastic"])

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from processes import train, write_config
 
-from maxstack import cli
 from maxstack.plan.buffers import DUMP, allocations
 from maxstack.plan.program import parse
 from maxstack.plan.traffic import collectives
@@ -141,10 +140,9 @@ def test_the_assignment_in_memory_is_the_one_that_is_dumped(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, capsys):
+def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, maxstack):
     path = tmp_path / "profile.json"
-    assert cli.main(f"profile {runs / 'eight'} --json {path}".split()) == 0
-    text, found = capsys.readouterr().out, json.loads(path.read_text())
+    text, found = maxstack(f"profile {runs / 'eight'} --json {path}"), json.loads(path.read_text())
     for words in ("steps 5 to 7", "8 x cpu", "waiting for a batch", "exposed", "largest buffers"):
         assert words in text
     assert found["steps"] == [5, 6, 7] and found["operations"][0]["seconds"] > 0
@@ -152,11 +150,10 @@ def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_two_runs_stand_side_by_side_with_what_changed(runs, tmp_path, capsys):
+def test_two_runs_stand_side_by_side_with_what_changed(runs, tmp_path, maxstack):
     path = tmp_path / "both.json"
-    words = ["profile", str(runs / "one"), str(runs / "eight"), "--json", str(path)]
-    assert cli.main(words) == 0
-    text, (one, eight) = capsys.readouterr().out, json.loads(path.read_text())
+    text = maxstack(f"profile {runs / 'one'} {runs / 'eight'} --json {path}")
+    one, eight = json.loads(path.read_text())
     change = (eight["step_seconds"] - one["step_seconds"]) * 1e3
     assert f"{change:+,.2f}" in text and "all-reduce over" in text and "recomputed" in text
 
@@ -171,7 +168,7 @@ def test_reading_needs_neither_tensorflow_nor_the_model(runs):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_text_without_its_metadata_is_told(runs, capsys):
+def test_a_text_without_its_metadata_is_told(runs, maxstack):
     folder = trace_files.choose(runs / "one", None)
     text, facts = trace_files.read(folder)
     other = runs / "kept" / "profile" / "5"
@@ -180,32 +177,30 @@ def test_a_text_without_its_metadata_is_told(runs, capsys):
     (runs / "kept" / "config.yml").touch()
     stripped = re.sub(r"metadata=\{[^}]*\}", "", text)
     trace_files.write(other, stripped, facts)
-    assert cli.main(["profile", str(runs / "kept")]) == 0
-    assert "names few layers" in capsys.readouterr().out
+    assert "names few layers" in maxstack(f"profile {runs / 'kept'}")
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["one", "--trace", "6"], "its traces start at 5"),
-        (["one", "--process", "3"], "it has process-0"),
-        (["one", "--steps", "3"], "--steps 3: needs --live"),
-        (["one", "eight", "one"], "give one run, or two to compare"),
-        (["one", "eight", "--live"], "traces one run"),
+        ("one --trace 6", "its traces start at 5"),
+        ("one --process 3", "it has process-0"),
+        ("one --steps 3", "--steps 3: needs --live"),
+        ("one eight one", "give one run, or two to compare"),
+        ("one eight --live", "traces one run"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(runs, words, told, monkeypatch, capsys):
+def test_what_cannot_be_shown_is_refused(runs, words, told, monkeypatch, maxstack):
     monkeypatch.chdir(runs)
-    assert cli.main(["profile", *words]) == 1 and told in capsys.readouterr().err
+    assert told in maxstack(f"profile {words}", code=1)
 
 
-def test_damaged_files_are_named(runs, tmp_path, capsys):
+def test_damaged_files_are_named(tmp_path, maxstack):
     folder = tmp_path / "run" / "profile" / "5"
     folder.mkdir(parents=True)
     (folder / trace_files.FACTS).write_text("{}")
     (tmp_path / "run" / "config.yml").touch()
-    assert cli.main(["profile", str(tmp_path / "run")]) == 2
-    assert str(folder) in capsys.readouterr().err
+    assert str(folder) in maxstack(f"profile {tmp_path / 'run'}", code=2)
 
 
 def test_time_is_shared_by_what_runs_at_once_below_the_highest_level():

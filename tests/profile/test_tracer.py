@@ -45,7 +45,7 @@ def job(tmp_path):
 
 
 @pytest.mark.release
-def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsys):
+def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, maxstack, capsys):
     run, process = job
     until(lambda: trace_files.traces(run))  # that of the signal
     assert cli.main(f"profile {run} --live --steps 2".split()) == 0
@@ -57,14 +57,12 @@ def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsy
 
     name = trace_requests.ask(run, 100_000, waits=True)
     until(lambda: state_of(run, name) == "tracing")
-    assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "is in progress" in capsys.readouterr().err
+    assert "is in progress" in maxstack(f"profile {run} --live", code=1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 42
     third = trace_requests.answered(run, name)["first"]
     assert summary(run, third).steps[-1] == rows(run)[-1]["step"]
-    assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "no job is training this run" in capsys.readouterr().err
+    assert "no job is training this run" in maxstack(f"profile {run} --live", code=1)
 
 
 @pytest.fixture
@@ -142,18 +140,16 @@ def test_requests_wait_side_by_side_and_one_that_nobody_holds_is_dropped(tmp_pat
     assert steps == [4, 2, None]
 
 
-def test_a_job_that_ends_or_dies_while_it_is_asked_is_told(tmp_path, monkeypatch, capsys):
+def test_a_job_that_ends_or_dies_while_it_is_asked_is_told(tmp_path, monkeypatch, maxstack):
     run = tmp_path / "run"
     run.mkdir()
     ledger = run / "goodput.jsonl"
     ledger.write_text(json.dumps({"event": "begin", "time": 1.0}) + "\n")
     monkeypatch.setattr("maxstack.profile.live.SILENT", 0.5)
-    assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "no more signs of life" in capsys.readouterr().err
+    assert "no more signs of life" in maxstack(f"profile {run} --live", code=1)
     assert not [*(run / "profile").glob("*.json")]
     time.sleep(0.1)
-    assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "its last sign of life is" in capsys.readouterr().err
+    assert "its last sign of life is" in maxstack(f"profile {run} --live", code=1)
 
 
 def test_a_thread_looks_for_requests_so_that_no_step_does(tracer, monkeypatch):
@@ -168,7 +164,7 @@ def test_a_thread_looks_for_requests_so_that_no_step_does(tracer, monkeypatch):
 
 
 @pytest.mark.release
-def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
+def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, maxstack):
     mesh = ("run.virtual_devices=4", "mesh.data=4", "train.steps=100000", "eval.every=0")
     words = ["submit", write_config(tmp_path), "--target", "local", "--processes", 2, *mesh]
     submitted = subprocess.Popen(
@@ -184,8 +180,7 @@ def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
         of = [summary(run, first, process) for process in range(2)]
         assert of[0].steps == of[1].steps == (first, first + 1, first + 2)
         assert [profile.devices for profile in of] == [2, 2]
-        assert cli.main(f"profile {run} --process 1".split()) == 0
-        assert "process 1 of 2" in capsys.readouterr().out
+        assert "process 1 of 2" in maxstack(f"profile {run} --process 1")
     finally:
         submitted.terminate()
         assert submitted.wait(120) == 42

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from maxstack import cli
 from maxstack.report.goodput import CAUSES, FILE, Account, summary, text
 
 DAY = 86400.0
@@ -59,24 +58,15 @@ KILLED = (
 """Saved at step 20, killed after 30."""
 
 
+BEGUN = {"data wait": 2, "start-up": 4, "compile": 6, "save": 1}
+"""Its causes but for its steps."""
+
+
 def test_a_run_in_one_piece_splits_into_its_causes():
     found = reckoned(*KILLED, spent(1050, "end", evaluation=8))
-    assert parts(found) == {
-        "useful": 28,
-        "data wait": 2,
-        "start-up": 4,
-        "compile": 6,
-        "save": 1,
-        "evaluation": 8,
-        "other": 1,
-    }
-    assert (found.wall, found.share, found.steps, found.lost_steps, found.restarts) == (
-        50,
-        28 / 50,
-        30,
-        0,
-        0,
-    )
+    assert parts(found) == BEGUN | {"useful": 28, "evaluation": 8, "other": 1}
+    assert (found.wall, found.share) == (50, 28 / 50)
+    assert (found.steps, found.lost_steps, found.restarts) == (30, 0, 0)
 
 
 def test_steps_after_the_checkpoint_of_a_restart_are_lost_and_the_time_between_is_idle():
@@ -87,29 +77,14 @@ def test_steps_after_the_checkpoint_of_a_restart_are_lost_and_the_time_between_i
         resume(1105, 20),
         spent(1130, "end", steps=[21, 45], stepping=25),
     )
-    assert parts(found) == {
-        "useful": 18 + 25,
-        "data wait": 2,
-        "start-up": 4,
-        "compile": 6,
-        "save": 1,
-        "restore": 5,
-        "lost work": 10,
-        "idle": 59,
-    }
+    lost = {"useful": 18 + 25, "restore": 5, "lost work": 10, "idle": 59}
+    assert parts(found) == BEGUN | lost
     assert (found.wall, found.steps, found.lost_steps, found.restarts) == (130, 45, 10, 1)
 
 
 def test_a_checkpoint_in_the_middle_of_a_row_keeps_that_part_of_it():
     found = reckoned(*KILLED, begin(1041), resume(1041, 15))
-    assert parts(found) == {
-        "useful": 13.5,
-        "data wait": 1.5,
-        "start-up": 4,
-        "compile": 6,
-        "save": 1,
-        "lost work": 15,
-    }
+    assert parts(found) == BEGUN | {"useful": 13.5, "data wait": 1.5, "lost work": 15}
     assert (found.steps, found.lost_steps) == (15, 15)
 
 
@@ -239,36 +214,32 @@ def test_people_are_shown_a_sentence_and_a_bar_for_each_cause():
 
 
 def test_the_command_reads_several_runs_by_folder_or_by_name_and_writes_every_figure(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, maxstack
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "b"):
         (tmp_path / name).mkdir(parents=True)
         written(tmp_path / name, *KILLED)
-    assert cli.main("goodput a b --json out.json".split()) == 0
-    out = capsys.readouterr().out
+    out = maxstack("goodput a b --json out.json")
     assert out.count("goodput 68.3%") == 2 and out.startswith("a: ") and "\nb: " in out
     found = json.loads((tmp_path / "out.json").read_text())
-    assert (
-        [*found] == ["a", "b"]
-        and found["a"]["seconds"]["useful"] == 28
-        and found["a"]["goodput"] == 28 / 41
-    )
+    assert [*found] == ["a", "b"]
+    assert found["a"]["seconds"]["useful"] == 28 and found["a"]["goodput"] == 28 / 41
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["none"], "none: no such folder"),
-        (["."], "not a run's folder; the runs in it are a"),
-        (["empty"], "empty: is not a run's folder; give one"),
-        (["new"], "new: no goodput.jsonl yet"),
-        (["begun"], "begun: no goodput.jsonl yet"),
-        (["bad"], "bad/goodput.jsonl: no line of it can be read"),
-        (["a", "--json", "x/y"], "the folder x does not exist"),
+        ("none", "none: no such folder"),
+        (".", "not a run's folder; the runs in it are a"),
+        ("empty", "empty: is not a run's folder; give one"),
+        ("new", "new: no goodput.jsonl yet"),
+        ("begun", "begun: no goodput.jsonl yet"),
+        ("bad", "bad/goodput.jsonl: no line of it can be read"),
+        ("a --json x/y", "the folder x does not exist"),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, told):
+def test_a_mistake_is_one_line(tmp_path, monkeypatch, maxstack, arguments, told):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "empty", "new", "begun", "bad"):
         (tmp_path / name).mkdir()
@@ -276,12 +247,8 @@ def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, told):
     (tmp_path / "new" / "config.yml").touch()
     (tmp_path / "begun" / FILE).write_text('{"event": "beg')
     (tmp_path / "bad" / FILE).write_text("torn\n")
-    assert cli.main(["goodput", *arguments]) == 1
-    assert (
-        told in (error := capsys.readouterr().err)
-        and error.startswith("error: ")
-        and error.count("\n") == 1
-    )
+    error = maxstack(f"goodput {arguments}", code=1)
+    assert told in error and error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_the_command_does_without_jax(tmp_path):
@@ -289,10 +256,5 @@ def test_the_command_does_without_jax(tmp_path):
         "import sys; from maxstack import cli; assert not cli.main(['goodput', sys.argv[1]]) "
         "and not {'jax', 'numpy'} & {*sys.modules}"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(written(tmp_path, *KILLED))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    folder = str(written(tmp_path, *KILLED))
+    subprocess.run([sys.executable, "-c", code, folder], check=True)

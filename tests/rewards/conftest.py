@@ -24,8 +24,8 @@ def pool(mark):
     """Makes pools, which leave no process when they are closed."""
     made = []
 
-    def make(*rewards, workers=1):
-        made.append(Pool(rewards, workers))
+    def make(*rewards, workers=1, sandbox=()):
+        made.append(Pool(rewards, workers, sandbox))
         return made[-1]
 
     yield make

@@ -20,7 +20,6 @@ from maxstack import startup
 from maxstack.errors import ConfigError
 from maxstack.rewards import pool as pool_module
 from maxstack.rewards import sandbox
-from maxstack.rewards.pool import Pool
 from maxstack.schema.rewards import FunctionReward, RegexReward
 
 
@@ -41,35 +40,28 @@ def captive(name, **keys):
 
 
 @pytest.fixture
-def confined(monkeypatch):
+def confined(monkeypatch, pool):
     """What one reward of captive.py gives in a sandbox."""
     monkeypatch.setenv("HF_TOKEN", "swordfish")
 
     def ask(reward, completion="four", **row):
-        pool = Pool([reward, function("good")], 1, sandbox.prefix())
-        try:
-            found = pool.submit(case(completion, **row)).result(60)
-            assert found[1] == (float(len(completion)), {}, None)
-            return found[0]
-        finally:
-            pool.close()
+        rewards = pool(reward, function("good"), sandbox=sandbox.prefix())
+        found, good = rewards.submit(case(completion, **row)).result(60)
+        assert good == (float(len(completion)), {}, None)
+        return found
 
     return ask
 
 
 @bubblewrap
-def test_the_network_is_not_reached(confined):
+def test_the_network_is_not_reached(confined, pool):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
         name = f"maxstack-{os.getpid()}"
         other.bind(f"\0{name}")
         other.listen()
         row = {"port": server.getsockname()[1], "name": name}
         assert confined(captive("reaches"), **row).value == 0.0
-        free = Pool([captive("reaches")], 1)
-        try:
-            assert free.submit(case(**row)).result(60)[0].value == 2.0
-        finally:
-            free.close()
+        assert pool(captive("reaches")).submit(case(**row)).result(60)[0].value == 2.0
 
 
 @bubblewrap
@@ -100,12 +92,8 @@ def test_an_unasked_answer_fails_the_call(confined):
 
 @bubblewrap
 @pytest.mark.parametrize("lie", [{"value": float("inf")}, {"components": 5}, {"killed": True}])
-def test_a_forged_answer_obeys_the_rules(lie):
-    pool = Pool([captive("lies")], 1, sandbox.prefix())
-    try:
-        found = pool.submit(case(**lie)).result(60)[0]
-    finally:
-        pool.close()
+def test_a_forged_answer_obeys_the_rules(lie, pool):
+    (found,) = pool(captive("lies"), sandbox=sandbox.prefix()).submit(case(**lie)).result(60)
     if "killed" in lie:  # a name that an answer does not have
         assert found == (1000.0, {}, None)
     else:
@@ -113,14 +101,11 @@ def test_a_forged_answer_obeys_the_rules(lie):
 
 
 @bubblewrap
-def test_a_late_answer_answers_no_other_call():
-    pool = Pool([captive("adds")], 1, sandbox.prefix())
-    try:
-        for _ in range(2):
-            assert pool.submit(case()).result(60) == [(1.0, {}, None)]
-            time.sleep(0.3)
-    finally:
-        pool.close()
+def test_a_late_answer_answers_no_other_call(pool):
+    rewards = pool(captive("adds"), sandbox=sandbox.prefix())
+    for _ in range(2):
+        assert rewards.submit(case()).result(60) == [(1.0, {}, None)]
+        time.sleep(0.3)
 
 
 @bubblewrap
@@ -168,7 +153,7 @@ def test_files_processes_and_memory_are_bounded(name, says, confined):
 
 
 @bubblewrap
-def test_rewards_are_those_without_a_sandbox():
+def test_rewards_are_those_without_a_sandbox(pool):
     rewards = [
         function("lucky"),
         function("crashes"),
@@ -176,18 +161,13 @@ def test_rewards_are_those_without_a_sandbox():
         captive("begins"),
         RegexReward(kind="regex", pattern="2"),
     ]
-    found = []
-    for words in ((), sandbox.prefix()):
-        pool = Pool(rewards, 1, words)
-        try:
-            found.append(pool.submit(case("print(2 + 2.5)")).result(60))
-        finally:
-            pool.close()
-    assert found[0] == found[1]
-    assert found[0][3].value == 4.5
+    free, inside = (
+        pool(*rewards, sandbox=words).submit(case("print(2 + 2.5)")).result(60)
+        for words in ((), sandbox.prefix())
+    )
+    assert free == inside and free[3].value == 4.5
 
 
-@bubblewrap
 @bubblewrap
 def test_a_sandbox_ends_with_whoever_began_it():
     code = (

@@ -9,8 +9,6 @@ import processes
 import pytest
 import tiny
 
-from maxstack.config import dump
-
 TIMES = ("_seconds", "_per_second", "_wait", "mfu")
 
 
@@ -32,14 +30,14 @@ def test_two_processes_sample_what_one_does(tmp_path, reward):
             "compilation_cache": processes.COMPILED or None,
         },
     )
-    (tmp_path / "rl.yml").write_text(dump(cfg))
+    path = tiny.write(tmp_path, cfg)
     environment = processes.environment() | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())]),
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
     several = ["--target", "local", "--processes", "2"]
     for name, words in (("one", ["train"]), ("two", ["submit"])):
-        command = [sys.executable, "-m", "maxstack.cli", *words, str(tmp_path / "rl.yml")]
+        command = [sys.executable, "-m", "maxstack.cli", *words, str(path)]
         command += [f"run.name={name}", *(several if name == "two" else [])]
         processes.run(command, environment)
     one, two = (figures(tmp_path / name) for name in ("one", "two"))

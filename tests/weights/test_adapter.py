@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import trees
 from flax import nnx
+from test_meshes import GRADIENT
 
-from maxstack import config
 from maxstack.errors import ConfigError
 from maxstack.load import load
+from maxstack.state import flat, tree
 from maxstack.weights.rewrite import Rewrite
 
 MODEL = tiny.model(layers=2)
@@ -22,18 +24,22 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def run_of(lora: dict | None, devices: int = 1, **sections: object):
-    return tiny.make_run(
-        tiny.config(
-            **{"model": MODEL}
-            | ({"lora": {"rank": 4} | lora} if lora is not None else {})
-            | sections
-        ),
-        devices,
-    )
+    given = {} if lora is None else {"lora": {"rank": 4} | lora}
+    return tiny.make_run(tiny.config(**{"model": MODEL} | given | sections), devices)
 
 
-def flat(params) -> dict:
-    return nnx.traversals.flatten_mapping(params, sep="/")
+def nll_of(run, params) -> float:
+    batch = tiny.place(run)
+    return float(run.eval_step(params, batch | {"bytes": batch["mask"]})["nll"])
+
+
+def draw(params, names, scale=1.0):
+    """The weights with others where names end so, drawn."""
+    rng, drawn = np.random.default_rng(0), flat(jax.device_get(params))
+    for path, leaf in drawn.items():
+        if path.endswith(names):
+            drawn[path] = rng.normal(size=leaf.shape).astype(np.float32) * scale
+    return tree(drawn)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +54,9 @@ def flat(params) -> dict:
 )
 def test_a_fresh_adapter_changes_nothing(lora, quantization):
     own, base = run_of(lora, quantization=quantization), run_of(None, quantization=quantization)
-    batch = own.batches.place(tiny.batch(own.cfg), 8)
-    batch |= {"bytes": batch["mask"]}
-    found, wanted = (float(run.eval_step(run.init().params, batch)["nll"]) for run in (own, base))
-    assert found == (
-        pytest.approx(wanted, rel=1e-6) if lora else wanted
-    )  # a length over itself need not be 1 to the last place
+    found, wanted = (nll_of(run, run.init().params) for run in (own, base))
+    # a length over itself need not be 1 to the last place
+    assert found == (pytest.approx(wanted, rel=1e-6) if lora else wanted)
 
 
 @pytest.mark.slow
@@ -67,7 +70,7 @@ def test_adapters_and_what_is_named_are_trained_and_have_optimizer_state(saved):
     before = flat(jax.device_get(run.init().params))
     state = run.init()
     for i in range(2):  # A has no gradient before B is something
-        state, _ = run.step(state, run.batches.place(tiny.batch(run.cfg, i), 8))
+        state, _ = run.step(state, tiny.place(run, i))
     moved = {
         path for path, leaf in flat(state.params).items() if not np.array_equal(leaf, before[path])
     }
@@ -94,24 +97,6 @@ def test_a_mesh_trains_adapters_as_one_device_does():
     )  # Adam makes much of little
 
 
-def with_adapters(params) -> dict:
-    """The weights with adapters that are something: B is drawn, not zero."""
-    rng = np.random.default_rng(0)
-    drawn = {
-        path: rng.normal(size=leaf.shape).astype(np.float32) * 0.02
-        if path.endswith("lora_b")
-        else leaf
-        for path, leaf in flat(params).items()
-    }
-    return nnx.traversals.unflatten_mapping(drawn, sep="/")
-
-
-GRADIENT = {
-    "learning_rate": 0.1,
-    "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}],
-}
-
-
 def dropped(devices: int, mesh: dict, accumulate: int = 1):
     """Two steps with dropout, from adapters that are something -> (losses, gradients of the
     first)."""
@@ -125,21 +110,15 @@ def dropped(devices: int, mesh: dict, accumulate: int = 1):
         data={"seq_len": 32},
     )
     state, losses, gradients = jax.device_get(run.init()), [], []
-    params = with_adapters(state.params)
+    params = draw(state.params, "lora_b", 0.02)
     state = jax.device_put(
         state._replace(params=params), jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
     )
     for i in range(2):
-        state, scalars = run.step(state, run.batches.place(tiny.batch(run.cfg, i), 16))
+        state, scalars = run.step(state, tiny.place(run, i))
         losses.append(float(scalars["loss"]))
         gradients.append([jax.device_get(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.ndim])
     return losses, gradients[0]
-
-
-@pytest.fixture(scope="module")
-def dropped_alone():
-    """On one device, in one piece."""
-    return dropped(1, {})
 
 
 @pytest.mark.parametrize(
@@ -150,39 +129,28 @@ def dropped_alone():
     ],
     ids=["accumulate", "ring, stage, fsdp, accumulate"],
 )
-def test_dropout_drops_the_same_on_any_mesh_and_in_microbatches(
-    devices, mesh, accumulate, dropped_alone
-):
-    (ours, our_gradients), (theirs, their_gradients) = (
-        dropped(devices, mesh, accumulate),
-        dropped_alone,
-    )
+def test_dropout_drops_the_same_on_any_mesh_and_in_microbatches(devices, mesh, accumulate):
+    ours, mine = dropped(devices, mesh, accumulate)
+    theirs, other = dropped(1, {})
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    for mine, other in zip(our_gradients, their_gradients, strict=True):
-        assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other)
+    for one, wanted in zip(mine, other, strict=True):
+        assert np.linalg.norm(one - wanted) <= 1e-5 * np.linalg.norm(wanted)
 
 
 @pytest.mark.release
 def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
     run = run_of({"dropout": 0.5}, model=tiny.model(layers=4))
     state = jax.device_get(run.init())
-    params = with_adapters(state.params)
-    placed = run.batches.place(tiny.batch(run.cfg), 8)
-    places = jax.tree.map(lambda leaf: leaf.sharding, run.abstract)
-    begins = [
-        jax.device_put(state._replace(params=params, step=np.int32(step)), places)
-        for step in (0, 0, 1)
-    ]
-    losses = {float(run.step(begin, placed)[1]["loss"]) for begin in begins}
+    params, placed = draw(state.params, "lora_b", 0.02), tiny.place(run)
+    places, losses = jax.tree.map(lambda leaf: leaf.sharding, run.abstract), set()
+    for step in (0, 0, 1):
+        begin = jax.device_put(state._replace(params=params, step=np.int32(step)), places)
+        losses.add(float(run.step(begin, placed)[1]["loss"]))
     assert len(losses) == 2
-    still = [
-        float(run.eval_step(params, placed | {"bytes": placed["mask"]})["nll"]) for _ in range(2)
-    ]
-    assert still[0] == still[1] and still[0] / float(placed["mask"].sum()) not in losses
-    adapter = (
-        nnx.merge(*nnx.split(nnx.merge(run.graph, nnx.State(params)))).blocks["global"].mixer.query
-    )
-    assert adapter.lora_a.shape[0] == 2 and not np.array_equal(adapter.lora_a[0], adapter.lora_a[1])
+    still = nll_of(run, params)
+    assert nll_of(run, params) == still and still / float(placed["mask"].sum()) not in losses
+    a_L = flat(params)["blocks/global/mixer/query/lora_a"]
+    assert a_L.shape[0] == 2 and not np.array_equal(*a_L)
 
 
 @pytest.mark.parametrize(
@@ -195,110 +163,81 @@ def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
     ids=["lora", "dora", "rslora"],
 )
 def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
-    run = run_of(lora, model=tiny.model(layers=1, pattern=["global"]))
-    rng = np.random.default_rng(1)
-    params = {
-        path: rng.normal(size=leaf.shape).astype(np.float32)
-        if "lora" in path or "magnitude" in path
-        else leaf
-        for path, leaf in flat(jax.device_get(run.init().params)).items()
-    }
-    merged = nnx.traversals.unflatten_mapping(
-        {path: run.weights.rewrite.original(path, params) for path in run.weights.original}, sep="/"
-    )
-    plain = run_of(None, model=tiny.model(layers=1, pattern=["global"]))
-    batch = run.batches.place(tiny.batch(run.cfg), 8)
-    batch |= {"bytes": batch["mask"]}
-    found = run.eval_step(nnx.traversals.unflatten_mapping(params, sep="/"), batch)["nll"]
-    assert float(plain.eval_step(merged, batch)["nll"]) == pytest.approx(float(found), rel=1e-5)
-    assert float(found) != pytest.approx(
-        float(plain.eval_step(plain.init().params, batch)["nll"]), rel=1e-4
-    )
+    model = tiny.model(layers=1, pattern=["global"])
+    run, plain = run_of(lora, model=model), run_of(None, model=model)
+    params = draw(run.init().params, ("lora_a", "lora_b", "magnitude"))
+    rewrite, leaves = run.weights.rewrite, flat(params)
+    merged = tree({path: rewrite.original(path, leaves) for path in run.weights.original})
+    found = nll_of(run, params)
+    assert nll_of(plain, merged) == pytest.approx(found, rel=1e-5)
+    assert found != pytest.approx(nll_of(plain, plain.init().params), rel=1e-4)
 
 
 @pytest.mark.slow
 def test_the_gradient_of_dora_is_that_of_the_formula_with_its_length_held():
     run = run_of({"dora": True}, model=tiny.model(layers=1, pattern=["global"]))
     model = nnx.merge(run.graph, nnx.State(run.init().params))
-    adapter = jax.tree.map(lambda leaf: leaf[0], nnx.split(model.blocks["global"].mlp.gate)[1])
+    graph, stacked = nnx.split(model.blocks["global"].mlp.gate)
+    adapter = jax.tree.map(lambda leaf: leaf[0], stacked)
     rng = np.random.default_rng(2)
     w, a, b, m, x, g = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((32, 64), (32, 4), (4, 64), (64,), (5, 32), (5, 64))
     )
-    graph = nnx.split(model.blocks["global"].mlp.gate)[0]
 
     def ours(a, b, m):
-        state = nnx.State(
-            {
-                "base": adapter["base"].replace(w),
-                "lora_a": adapter["lora_a"].replace(a),
-                "lora_b": adapter["lora_b"].replace(b),
-                "magnitude": adapter["magnitude"].replace(m),
-            }
-        )
+        values = {"base": w, "lora_a": a, "lora_b": b, "magnitude": m}
+        state = nnx.State({name: adapter[name].replace(values[name]) for name in values})
         return (nnx.merge(graph, state).project(x) * g).sum()
 
     def formula(a, b, m):
         whole = w + 4.0 * a @ b
         return (x @ (m * whole / jnp.linalg.norm(jax.lax.stop_gradient(whole), axis=0)) * g).sum()
 
-    for mine, known in zip(
-        jax.grad(ours, (0, 1, 2))(a, b, m), jax.grad(formula, (0, 1, 2))(a, b, m), strict=True
-    ):
-        np.testing.assert_allclose(mine, known, rtol=2e-4, atol=1e-3)
+    mine, known = (jax.grad(f, (0, 1, 2))(a, b, m) for f in (ours, formula))
+    trees.close(mine, known, rtol=2e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"),
+    ("lora", "quantization", "says"),
     [
         (
-            ["blocks/globl/mlp"],
+            {"targets": ["blocks/globl/mlp"]},
+            {},
             "lora.targets.0: 'blocks/globl/mlp' matches no weight; nearest paths: "
             "blocks/global/mlp",
         ),
         (
-            ["embed"],
+            {"targets": ["embed"]},
+            {},
             "lora.targets.0: 'embed' matches only embed: experts, tables, the head and "
             "what is no matrix take no adapters",
         ),
-        (["q_proj"], r"'q_proj' matches no weight; here that is \.\*/mixer/query"),
+        ({"targets": ["q_proj"]}, {}, r"'q_proj' matches no weight; here that is \.\*/mixer/query"),
+        (
+            {"modules_to_save": ["heed"]},
+            NF4,
+            "lora.modules_to_save.0: 'heed' matches no weight; nearest paths: head",
+        ),
+        (
+            {"modules_to_save": [".*/gate"]},
+            NF4,
+            ".* matches blocks/global/mlp/gate, which is kept in low precision",
+        ),
+        (
+            {"dora": True},
+            {"rules": [{"module_path": ".*/gate", "weight_qtype": "int4"}]},
+            "lora.dora: blocks/global/mlp/gate is rounded at each use .*; keep it in low "
+            "precision with mode: ptq",
+        ),
     ],
 )
-def test_a_target_that_takes_nothing_is_refused_by_name(targets, says):
+def test_adapters_that_cannot_be_are_refused_by_name(lora, quantization, says):
     with pytest.raises(ConfigError, match=says):
-        Rewrite(tiny.config(lora={"targets": targets}))
+        Rewrite(tiny.config(lora=lora, quantization=quantization))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "says"),
-    [
-        ("heed", "lora.modules_to_save.0: 'heed' matches no weight; nearest paths: head"),
-        (".*/gate", ".* matches blocks/global/mlp/gate, which is kept in low precision"),
-    ],
-)
-def test_what_cannot_be_trained_whole_is_refused_by_name(pattern, says):
-    with pytest.raises(ConfigError, match=says):
-        Rewrite(tiny.config(lora={"modules_to_save": [pattern]}, quantization=NF4))
-
-
-def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
-    rules = [{"module_path": ".*/gate", "weight_qtype": "int4"}]
-    with pytest.raises(
-        ConfigError,
-        match="lora.dora: blocks/global/mlp/gate is rounded at each use .*; keep it in low "
-        "precision with mode: ptq",
-    ):
-        Rewrite(tiny.config(lora={"dora": True}, quantization={"rules": rules}))
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("lora={targets: []}", "give at least one pattern"),
-    ],
-)
-def test_adapters_that_cannot_be_are_refused_before_jax(override, says, tmp_path):
-    (tmp_path / "run.yml").write_text(config.dump(tiny.config(model=tiny.model(layers=4))))
-    with pytest.raises(ConfigError, match=says):
-        load(tmp_path / "run.yml", [override])
+def test_adapters_of_nothing_are_refused_before_jax(tmp_path):
+    path = tiny.write(tmp_path, tiny.config(model=tiny.model(layers=4)))
+    with pytest.raises(ConfigError, match="give at least one pattern"):
+        load(path, ["lora={targets: []}"])

@@ -52,12 +52,10 @@ RULES = [
 ]
 
 
-def operands(seed: int = 0):
-    rng = np.random.default_rng(seed)
-    return (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((ROWS, INPUTS), (INPUTS, OUTPUTS), (ROWS, OUTPUTS))
-    )
+def operands(weights=(INPUTS, OUTPUTS)):
+    """Inputs, weights and the gradient of their product."""
+    rng, shapes = np.random.default_rng(0), ((ROWS, INPUTS), weights, (ROWS, OUTPUTS))
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 def how(
@@ -121,7 +119,7 @@ def test_a_product_and_its_gradients_are_those_of_qwix(rule):
     ],
 )
 def test_rounding_errs_by_half_a_step_at_most_and_passes_gradients_straight_through(qtype):
-    x = next(iter(operands()))
+    x = operands()[0]
     steps = {
         "nf4": 0.16,
         "float8_e4m3fn": 2**-4,
@@ -148,7 +146,7 @@ def test_what_lies_beyond_a_given_range_is_cut_off_and_has_no_gradient():
 
 
 def test_bfloat16_operands_are_rounded_by_scales_of_float32():
-    x = next(iter(operands())).astype(jnp.bfloat16)
+    x = operands()[0].astype(jnp.bfloat16)
     q = quantize(x, Operand("int8"), -1)
     assert q.scale.dtype == jnp.float32
     np.testing.assert_array_equal(
@@ -160,12 +158,8 @@ def test_bfloat16_operands_are_rounded_by_scales_of_float32():
 @pytest.mark.parametrize(("tile", "bwd"), [(None, None), (8, None), (None, "int8")])
 @pytest.mark.slow
 def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
-    rng = np.random.default_rng(0)
     sizes = jnp.asarray([5, 0, 12, 3])
-    x, w, g = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS))
-    )
+    x, w, g = operands((4, INPUTS, OUTPUTS))
     rule = how("int8", "int8", bwd, tile)
 
     def ours(x, w):
@@ -193,12 +187,8 @@ def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
 
 @pytest.mark.slow
 def test_gradients_of_experts_are_rounded_where_activations_are_not():
-    rng = np.random.default_rng(0)
     sizes = np.array([5, 0, 12, 7])
-    x, w, g = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS))
-    )
+    x, w, g = operands((4, INPUTS, OUTPUTS))
     rule, of = how("int4", None, "int4"), np.repeat(np.arange(4), sizes)
     dx, dw = jax.vjp(
         lambda x, w: RoundedExperts(w, rule).multiply(x, jnp.asarray(sizes), "reference"), x, w

@@ -4,38 +4,24 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from test_meshes import GRADIENT
 
 from maxstack.config.compose import plain, presets_dir, read_file
 
-GRADIENT = {
-    "learning_rate": 0.1,
-    "chain": [{"kind": "trace", "decay": 0.0}, {"kind": "scale_by_learning_rate"}],
-}
-MODEL = tiny.model(
+MODEL = tiny.one_block(
+    {"kind": "attention", "heads": 4, "head_dim": 32},
+    {"kind": "gated", "hidden": 128},
     embed=128,
     layers=1,
-    pattern=["block"],
-    blocks={
-        "block": {
-            "mixer": {"kind": "attention", "heads": 4, "head_dim": 32},
-            "mlp": {"kind": "gated", "hidden": 128},
-        }
-    },
 )
 
 
 def one_step(recipe: str, devices: int, **mesh: int):
     """-> (loss, all gradients in one)."""
     rules = plain(read_file(presets_dir() / "quantization" / f"{recipe}.yml"))
-    cfg = tiny.config(
-        model=MODEL,
-        quantization=rules,
-        mesh={"data": 1} | mesh,
-        optimizer=GRADIENT,
-        data={"seq_len": 32},
-    )
-    run = tiny.make_run(cfg, devices)
-    state, scalars = run.step(run.init(), run.batches.place(tiny.batch(cfg), cfg.train.batch_size))
+    sections = {"mesh": {"data": 1} | mesh, "optimizer": GRADIENT, "data": {"seq_len": 32}}
+    run = tiny.make_run(tiny.config(model=MODEL, quantization=rules, **sections), devices)
+    state, scalars = run.step(run.init(), tiny.place(run))
     gradients = [jax.device_get(leaf).ravel() for leaf in jax.tree.leaves(state.opt) if leaf.ndim]
     return float(scalars["loss"]), np.concatenate(gradients)
 

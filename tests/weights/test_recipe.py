@@ -4,7 +4,6 @@ error that says what to do where one cannot."""
 import pytest
 import tiny
 
-from maxstack import config
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.weights.rewrite import Rewrite
@@ -54,18 +53,9 @@ def test_the_first_rule_that_matches_takes_a_weight_and_one_without_a_type_leave
 
 def test_op_names_choose_by_what_multiplies():
     assert sorted(matches(rule(op_names=["take"]))) == ["embed"]
-    experts = tiny.model(
-        layers=1,
-        pattern=[],
-        blocks={
-            "b": {
-                "mixer": ONE["blocks"]["global"]["mixer"],
-                "mlp": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16},
-            }
-        },
-    )
+    experts = tiny.one_block(mlp=tiny.MOE, layers=1)
     assert sorted(matches(rule(op_names=["ragged_dot"]), model=experts)) == [
-        f"blocks/b/mlp/{name}" for name in MLP
+        f"blocks/block/mlp/{name}" for name in MLP
     ]
 
 
@@ -121,22 +111,10 @@ def test_a_rule_that_cannot_serve_is_refused_by_name(rules, says):
 
 
 def test_four_bits_need_an_even_dimension():
-    odd = tiny.model(
-        layers=1,
-        pattern=[],
-        embed=3,
-        blocks={
-            "b": {
-                "mixer": {"kind": "attention", "heads": 1, "head_dim": 2},
-                "mlp": {"kind": "dense", "hidden": 1},
-            }
-        },
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"rules.0.weight_qtype: int4 keeps two values in a byte, and \S+ \[.*\] has no "
-        r"even dimension",
-    ):
+    mixer, mlp = {"kind": "attention", "heads": 1, "head_dim": 2}, {"kind": "dense", "hidden": 1}
+    odd = tiny.one_block(mixer, mlp, layers=1, embed=3)
+    said = "rules.0.weight_qtype: int4 keeps two values in a byte, and .* has no even dimension"
+    with pytest.raises(ConfigError, match=said):
         matches(rule(".*/mlp", "int4", mode="ptq"), model=odd)
 
 
@@ -180,6 +158,6 @@ def test_four_bits_need_an_even_dimension():
     ],
 )
 def test_a_recipe_that_cannot_be_is_refused_before_jax(override, says, tmp_path):
-    (tmp_path / "run.yml").write_text(config.dump(tiny.config()))
+    path = tiny.write(tmp_path, tiny.config())
     with pytest.raises(ConfigError, match=says):
-        load(tmp_path / "run.yml", [override])
+        load(path, [override])

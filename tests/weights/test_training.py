@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 from flax import nnx
+from tiny import ATTENTION, DELTA, GATED, MOE
 
 from maxstack.config.compose import plain, presets_dir, read_file
 from maxstack.errors import ConfigError
@@ -15,18 +16,7 @@ from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.state import flat, tree
 from maxstack.weights.rewrite import Rewrite
 
-ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
-MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
-MLA = {
-    "kind": "mla",
-    "heads": 4,
-    "kv_lora": 16,
-    "q_lora": 24,
-    "nope_dim": 8,
-    "rope_dim": 8,
-    "value_dim": 8,
-}
-DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8}
+MLA = tiny.MLA | {"q_lora": 24, "rope_dim": 8}
 KINDS = {
     "attention": {"layers": 4, "pattern": ["local", "global"]},
     "latent, experts, further": {
@@ -35,7 +25,7 @@ KINDS = {
         "pattern": ["moe"],
         "mtp": {"block": "dense"},
         "blocks": {
-            "dense": {"mixer": MLA, "mlp": {"kind": "gated", "hidden": 64}},
+            "dense": {"mixer": MLA, "mlp": GATED},
             "moe": {"mixer": MLA, "mlp": MOE | {"shared": {"hidden": 32}}},
         },
     },
@@ -49,7 +39,7 @@ KINDS = {
                 "mixer": ATTENTION | {"gate": True},
                 "mlp": {
                     "kind": "parallel",
-                    "dense": {"kind": "gated", "hidden": 64},
+                    "dense": GATED,
                     "moe": MOE | {"bias": True},
                 },
             },
@@ -82,7 +72,7 @@ def config(kind: str, quantization: dict, mesh: dict | None = None):
 
 
 def nll(run, params, seed: int = 0) -> float:
-    placed = run.batches.place(tiny.batch(run.cfg, seed), run.cfg.train.batch_size)
+    placed = tiny.place(run, seed)
     return float(run.eval_step(params, placed | {"bytes": placed["mask"]})["nll"])
 
 
@@ -179,13 +169,9 @@ def test_quantized_training_follows_full_precision(weight, rest):
 @pytest.mark.slow
 def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_optimizer_state():
     run = tiny.make_run(config("attention", recipe("ptq", module_path="blocks/.*", **W4)))
-    begin = jax.device_get(run.init())
-    after, _ = run.step(
-        run.init(), run.batches.place(tiny.batch(run.cfg), run.cfg.train.batch_size)
-    )
-    before, now = (
-        nnx.traversals.flatten_mapping(params, sep="/") for params in (begin.params, after.params)
-    )
+    before = flat(jax.device_get(run.init().params))
+    after, _ = run.step(run.init(), tiny.place(run))
+    now = flat(after.params)
     moved = {path for path, leaf in before.items() if not np.array_equal(leaf, now[path])}
     frozen = {
         path
@@ -193,13 +179,10 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
         if f"{path.rpartition('/')[0]}/scale" in before and not path.endswith("norm/scale")
     }
     assert moved == before.keys() - frozen
-    states = {
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.opt)
-    }
-    assert not [name for name in states if name.endswith("/int4")] and [
-        name for name in states if name.endswith("/embed")
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(run.abstract.opt)
+    states = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    assert not any(name.endswith("/int4") for name in states)
+    assert any(name.endswith("/embed") for name in states)
 
 
 @pytest.mark.parametrize(
@@ -224,28 +207,20 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
 def test_patterns_of_optimizers_fit_models_whose_weights_are_kept_in_another_way(
     sections, optimizer
 ):
-    chosen = (
-        plain(read_file(presets_dir() / "optimizers" / f"{optimizer}.yml"))
-        if isinstance(optimizer, str)
-        else optimizer
-    )
-    cfg = tiny.config(**sections)
-    cfg = cfg.model_copy(
-        update={"optimizer": OptimizerConfig(**chosen | {"learning_rate": 1e-2, "schedule": None})}
-    )
-    run = tiny.make_run(cfg)
-    state, placed, losses = run.init(), run.batches.place(tiny.batch(cfg), 8), []
+    chosen = optimizer
+    if isinstance(optimizer, str):
+        chosen = plain(read_file(presets_dir() / "optimizers" / f"{optimizer}.yml"))
+    changed = OptimizerConfig(**chosen | {"learning_rate": 1e-2, "schedule": None})
+    run = tiny.make_run(tiny.config(**sections).model_copy(update={"optimizer": changed}))
+    state, placed, losses = run.init(), tiny.place(run), []
     frozen = jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"])
     for _ in range(6):
         state, scalars = run.step(state, placed)
         losses.append(float(scalars["loss"]))
     assert losses[-1] < losses[0]
     if "frozen" in chosen:
-        jax.tree.map(
-            np.testing.assert_array_equal,
-            frozen,
-            jax.device_get(state.params["blocks"]["global"]["mlp"]["gate"]),
-        )
+        gate = state.params["blocks"]["global"]["mlp"]["gate"]
+        jax.tree.map(np.testing.assert_array_equal, frozen, gate)
 
 
 def test_four_bit_weights_take_half_a_byte():
@@ -258,45 +233,24 @@ def test_four_bit_weights_take_half_a_byte():
 
 @pytest.mark.slow
 def test_tiles_of_experts_divide_over_the_devices_that_share_them():
-    moe = {
-        "layers": 1,
-        "pattern": [],
-        "blocks": {"b": {"mixer": ATTENTION, "mlp": MOE | {"hidden": 48}}},
-    }
-    cfg = tiny.config(
-        model=tiny.model(**moe),
-        quantization=recipe("qt", module_path=".*/mlp", tile_size=16, **W8A8),
-        mesh={"tensor": 2},
+    model = tiny.one_block(mlp=MOE | {"hidden": 48}, layers=1)
+    rule = recipe("qt", module_path=".*/mlp", tile_size=16, **W8A8)
+    run = tiny.make_run(tiny.config(model=model, quantization=rule, mesh={"tensor": 2}), 2)
+    said = (
+        "3 scales along the hidden units of experts' down do not divide over the mesh's tensor of 2"
     )
-    with pytest.raises(
-        ConfigError,
-        match="3 scales along the hidden units of experts' down do not divide over the mesh's "
-        "tensor of 2",
-    ):
-        tiny.steps(tiny.make_run(cfg, 2), 1)
+    with pytest.raises(ConfigError, match=said):
+        tiny.steps(run, 1)
 
 
 @pytest.mark.release
 def test_tiles_of_positions_lie_along_a_sequence_on_a_mesh_and_on_one_device():
-    rule = recipe(
-        "qt",
-        module_path=".*/head|.*/mlp/down",
-        weight_qtype="int8",
-        bwd_qtype="int4",
-        bwd_weight_grad_tile_size=16,
-    )
-    weights = []
-    for mesh, devices in ((None, 1), ({"fsdp": 4}, 4)):
-        run = tiny.make_run(
-            tiny.config(
-                model=tiny.model(layers=2), quantization=rule, mesh=mesh or {}, optimizer=SGD
-            ),
-            devices,
-        )
-        state, _ = run.step(
-            run.init(), run.batches.place(tiny.batch(run.cfg), run.cfg.train.batch_size)
-        )
+    types = {"weight_qtype": "int8", "bwd_qtype": "int4", "bwd_weight_grad_tile_size": 16}
+    rule, weights = recipe("qt", module_path=".*/head|.*/mlp/down", **types), []
+    for mesh, devices in (({}, 1), ({"fsdp": 4}, 4)):
+        sections = {"quantization": rule, "mesh": mesh, "optimizer": SGD}
+        run = tiny.make_run(tiny.config(model=tiny.model(layers=2), **sections), devices)
+        state, _ = run.step(run.init(), tiny.place(run))
         weights.append(np.asarray(state.params["blocks"]["global"]["mlp"]["down"]))
-    assert (
-        np.isclose(*weights, rtol=1e-4, atol=1e-5).mean() > 0.5
-    )  # in four bits, a rounding that falls the other way is seen
+    # in four bits, a rounding that falls the other way is seen
+    assert np.isclose(*weights, rtol=1e-4, atol=1e-5).mean() > 0.5

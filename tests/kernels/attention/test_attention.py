@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 
 from maxstack.kernels.attention import OP, attention, blockwise
 from maxstack.kernels.attention.request import Inputs, Request, visibility_mask
@@ -136,34 +137,20 @@ def test_blockwise_serves_queries_anywhere_among_other_keys(name):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_are_counted_by_the_positions_that_are_given(backend):
-    q, k, v, segments = inputs(20)
-    found = compiled(q, k, v, segments, Request(0.35, chunk=4), backend)
-    given = compiled(
-        q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20)
-    )
-    later = compiled(
-        q, k, v, segments, Request(0.35, chunk=4), backend, positions_BT=places(segments, 20) + 2
+    arrays = inputs(20)
+    at = places(arrays[3], 20)
+    found, given, later = (
+        compiled(*arrays, Request(0.35, chunk=4), backend, positions_BT=positions)
+        for positions in (None, at, at + 2)
     )
     np.testing.assert_array_equal(found, given)
     assert not np.allclose(given, later)
 
 
-def largest(t, window):
-    """Numbers in the largest array of the gradient of attention over t positions, whether inside a
-    loop or not."""
-    q, k, v, _ = inputs(t, packed=False)
-    grad = jax.grad(lambda q: attention(q, k, v, None, Request(0.35, window), "blockwise").sum())
-    return max(size_of(jax.make_jaxpr(grad)(q).jaxpr))
-
-
-def size_of(jaxpr):
-    """Numbers in every array of a program, whether inside a loop or not."""
-    inner, sizes = [jaxpr], []
-    while inner:
-        for eqn in inner.pop().eqns:
-            sizes += [var.aval.size for var in eqn.outvars]
-            inner += [value.jaxpr for value in eqn.params.values() if hasattr(value, "jaxpr")]
-    return sizes
+def largest(function, q):
+    """Numbers in the largest array of the gradient by q, whether inside a loop or not."""
+    program = jax.make_jaxpr(jax.grad(function))(q).jaxpr
+    return max(var.aval.size for each in trees.equations(program) for var in each.outvars)
 
 
 def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
@@ -178,10 +165,17 @@ def test_what_layers_have_in_common_is_not_kept_for_each_tile(monkeypatch):
 
         return jax.lax.scan(layer, q, None, length=2)[0].sum()
 
-    assert max(size_of(jax.make_jaxpr(jax.grad(layers))(q).jaxpr)) <= 2 * q.size
+    assert largest(layers, q) <= 2 * q.size
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_blockwise_memory_grows_with_the_sequence_and_not_with_its_square(window, monkeypatch):
     monkeypatch.setitem(blockwise.SIZES, "cpu", (16, 16))
-    assert largest(1024, window) <= 2 * largest(512, window) < 2 * 4 * 512 * 512 / 10
+
+    def needed(t):
+        q, k, v, _ = inputs(t, packed=False)
+        return largest(
+            lambda q: attention(q, k, v, None, Request(0.35, window), "blockwise").sum(), q
+        )
+
+    assert needed(1024) <= 2 * needed(512) < 2 * 4 * 512 * 512 / 10

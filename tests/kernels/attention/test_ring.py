@@ -27,23 +27,12 @@ def inputs(heads, kv, packed):
         rng.normal(size=(2, T, n, h)).astype(np.float32)
         for n, h in ((heads, 8), (kv, 8), (kv, 6), (heads, 6))
     )
-    segments = np.sort(rng.integers(1, 5, (2, T)), axis=1).astype(np.int32) if packed else None
-    positions = (
-        np.arange(T)[None]
-        if segments is None
-        else np.stack(
-            [np.concatenate([np.arange(n) for n in np.bincount(row)]) for row in segments]
-        )
-    )
-    return (
-        q,
-        k,
-        v,
-        rng.normal(size=heads).astype(np.float32),
-        segments,
-        positions.astype(np.int32),
-        weights,
-    )
+    segments, positions = None, np.arange(T)[None]
+    if packed:
+        segments = np.sort(rng.integers(1, 5, (2, T)), axis=1).astype(np.int32)
+        positions = positions - np.stack([np.searchsorted(row, row) for row in segments])
+    sinks = rng.normal(size=heads).astype(np.float32)
+    return q, k, v, sinks, segments, positions.astype(np.int32), weights
 
 
 def results(asked, sinks, backend, q, k, v, sinks_N, segments, positions, weights):
@@ -145,19 +134,16 @@ CASES = {
 def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
     monkeypatch.setitem(blockwise.SIZES, "cpu", (8, 8))
     given, asked, heads, kv, features = CASES[name]
+    sinks, packed = features.get("sinks", False), features.get("packed", False)
     cfg = MeshConfig(**given)
     mesh = sharding.make_mesh(cfg, jax.devices())
 
     def on_mesh(*arrays):
         with sharding.use(mesh, cfg):
-            return results(asked, features.get("sinks", False), "auto", *arrays)
+            return results(asked, sinks, "auto", *arrays)
 
-    found = jax.jit(on_mesh)(*inputs(heads, kv, features.get("packed", False)))
-    for ours, wanted in zip(
-        found,
-        alone(asked, features.get("sinks", False), heads, kv, features.get("packed", False)),
-        strict=True,
-    ):
+    found = jax.jit(on_mesh)(*inputs(heads, kv, packed))
+    for ours, wanted in zip(found, alone(asked, sinks, heads, kv, packed), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
