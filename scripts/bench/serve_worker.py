@@ -2,7 +2,7 @@
 JSON, then measures what it is asked, an event for each line of input. A program is a module with
 `load(folder, dtype, threads, length)`, which gives a function from (prompts, tokens) to (tokens of
 each answer, seconds from the start to the moment when every request has its first, second, ...
-token); NotImplementedError for a dtype that it has not. Greedy, and no token ends an answer.
+token). Greedy, and no token ends an answer.
 """
 
 import importlib
@@ -19,7 +19,6 @@ from bench.workers import tell
 MODULES = {
     "maxstack": "bench.serve_maxstack",
     "transformers": "bench.serve_transformers",
-    "vllm": "bench.serve_vllm",
     "bandwidth": "bench.serve_bandwidth",
 }
 Measured = tuple[list[list[int]], list[float]]
@@ -46,13 +45,9 @@ def main() -> None:
     module = importlib.import_module(MODULES[args.program])
     with open(f"{args.folder}/config.json", encoding="utf-8") as file:
         vocab = json.load(file)["vocab_size"]
-    try:
-        given = args.folder, args.dtype, args.threads, args.length
-        own = [args.overrides] if args.program == "maxstack" else []
-        ask = module.load(*given, *own)
-    except NotImplementedError as error:
-        tell(left_out=str(error))
-        return
+    given = args.folder, args.dtype, args.threads, args.length
+    own = [args.overrides] if args.program == "maxstack" else []
+    ask = module.load(*given, *own)
     tell(ready=args.program)
     for line in sys.stdin:
         tell(**answer(ask, vocab, json.loads(line)))

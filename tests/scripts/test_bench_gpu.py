@@ -29,7 +29,7 @@ def test_every_section_runs_at_toy_sizes(tmp_path):
             *("--peer-python", str(tmp_path / "none")),
         ],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         check=True,
     )
     found = json.loads((tmp_path / "bench_gpu.json").read_text())
