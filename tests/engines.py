@@ -44,14 +44,19 @@ class StandIn:
     def abort(self, number):
         self.tasks.pop(number, None)
 
+    def try_next_size(self):
+        return False
+
     @property
     def busy(self):
         return bool(self.tasks)
 
 
-def build(folder, overrides=(), max_length=64, adapters=None, **limits) -> tuple[Engine, Limits]:
+def build(
+    folder, overrides=(), max_length=64, adapters=None, on_demand=False, **limits
+) -> tuple[Engine, Limits]:
     """Build an engine of a folder in float32, with 8 batched tokens and pages of 4, and adapters by
-    name. Its steps have all 8 rows, which the start of an engine sets where bits ask for it."""
+    name. Its steps have all 8 rows, unless sizes are tried `on_demand`."""
     cfg, own = config_of(str(folder), ["model.dtype=float32", *overrides])
     cfg = inference_config(cfg)
     devices = jax.devices()[: math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)]
@@ -60,9 +65,10 @@ def build(folder, overrides=(), max_length=64, adapters=None, **limits) -> tuple
     layout = Layout.of(cfg.model, cfg.serve)
     pages, snapshots = (100,) * len(layout.reaches), 16 if layout.recurrent else 0
     sizes = Limits(8, 4, pages, 8, snapshots, snapshot=8)._replace(**limits)
-    read = [read_adapters(run, params, adapters)] if adapters else []
-    engine = Engine(run, params, sizes, max_length, *read)
-    engine.programs.sizes = engine.programs.sizes[-1:]
+    read = read_adapters(run, params, adapters or {})
+    engine = Engine(run, params, sizes, max_length, read, on_demand)
+    if not on_demand:
+        engine.programs.sizes = engine.programs.sizes[-1:]
     return engine, sizes
 
 
@@ -70,6 +76,17 @@ def outputs_of(engine):
     """What comes of all requests, to their end."""
     while engine.busy:
         yield from engine.step()
+
+
+def compile_bursts(engine, compute):
+    """Run `compute(engine)` until the programs of several steps that it needs are compiled, which
+    an engine does in the background, where single steps are fast enough for them to pay."""
+    engine._fastest = 0
+    known = None
+    while known != (known := len(engine.programs._compiled)):
+        compute(engine)
+        for compiled in engine.programs._compiled.values():
+            compiled.result()
 
 
 def finish(engine):
@@ -97,9 +114,9 @@ def reset_engine(engine: Engine, limits: Limits) -> Engine:
     It uses so many slots and pages of that cache as `limits` say, at most those of the other."""
     own = copy.copy(engine)
     own.programs = copy.copy(engine.programs)
-    own.programs.cache = None
-    own.programs.load(None)
-    own.programs._params = engine.programs._params
+    own.programs.cache = own.programs._arrays.make()
+    # Weights that it loads are its own.
+    own.programs._layers = copy.copy(engine.programs._layers)
     draft = own._drafts if own.cfg.serve.speculate else None
     replicas = own.programs.replicas
     own.scheduler = Scheduler(own._layout, limits, replicas, draft, share_prompts=True)

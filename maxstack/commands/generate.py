@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from maxstack.command import (
@@ -121,7 +122,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--system: needs --chat")
     check_writable("--out", args.out)
     from maxstack.inference.engine_setup import chat_template, start
-    from maxstack.inference.generation import Generator, check_prompts, read_prompts
+    from maxstack.inference.generation import Generator, check_prompts, encode, read_prompts
     from maxstack.inference.request import Sampling
     from maxstack.inference.trained_model import config_of
 
@@ -132,8 +133,14 @@ def main(args: argparse.Namespace) -> None:
         template = chat_template(args.model, *opened, args.chat_template)
     reads_text = not args.prompts or bool(args.stop)
 
-    def check(tokenizer: Any, vocab: int) -> None:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt: list[int] = []
+
+    def check(tokenizer: Any, vocab: int) -> int:
         check_prompts(args.model, tokenizer, vocab, rows, reads_text)
+        if text is not None:
+            prompt.extend(encode(tokenizer, template, text, args.chat, args.system))
+        return len(prompt)
 
     served = start(args.model, model_overrides(args), args.adapter, check)
     generator = Generator(
@@ -141,11 +148,8 @@ def main(args: argparse.Namespace) -> None:
     )
     if args.prompts:
         generator.answer_file(rows, args.out, args.n, args.chat, args.system)
-    elif args.prompt is not None:
-        import sys
-
-        text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        _print_answers(generator, generator.encode(text, args.chat, args.system), args.n)
+    elif text is not None:
+        _print_answers(generator, prompt, args.n)
     else:
         _converse(generator, args)
 
@@ -161,8 +165,6 @@ def _print_answers(generator: "Generator", prompt: list[int], count: int) -> Non
 
 def _converse(generator: "Generator", args: argparse.Namespace) -> None:
     """Answer prompts from the terminal until it ends (Ctrl-D); with --chat, keep the history."""
-    import sys
-
     messages = [{"role": "system", "content": args.system}] if args.system else []
     prefix = "> " if sys.stdin.isatty() else ""
     while True:
@@ -173,7 +175,7 @@ def _converse(generator: "Generator", args: argparse.Namespace) -> None:
         if not text:
             continue
         if not args.chat:
-            _print_answers(generator, generator.encode(text, False, None), args.n)
+            _print_answers(generator, generator.encode(text), args.n)
             continue
         messages.append({"role": "user", "content": os.fsencode(text).decode(errors="replace")})
         answer = ""

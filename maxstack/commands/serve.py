@@ -123,6 +123,8 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
 
     listener = serve_connections.listen(args)
     served = start(args.model, model_overrides(args))
+    # A later request may begin like one that has ended.
+    served.engine.scheduler.keep_prefixes(True)
     read = functools.partial(chat_template, served.model, served.cfg, served.own)
     template = _template_if_any(read, served.model, args)
     name = _model_name(args)

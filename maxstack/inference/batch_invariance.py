@@ -2,51 +2,137 @@
 it.
 
 XLA promises nothing of the kind: it may choose another order of sums for another number of rows. So
-the start of an engine tries it. A random text is computed alone by the largest step, then by each
-size of step behind rows of another request, and all bits of the logits are compared. Sizes that
-differ are not used (`engine_setup.check_identical`).
+each size of step is tried before it is first used. A random text is computed alone by the smallest
+size, then behind rows of another text by the size in question, and all bits of the logits are
+compared. Where a size differs, all are tried and compared with the largest one, those that differ
+are dropped, and what was computed by them is computed again.
+
+Trying takes two slots and a few pages of the cache that no request uses (`Runner.scratch`).
 """
+
+import logging
 
 import numpy as np
 
-from maxstack.inference.layout import Layout
+from maxstack.errors import ConfigError
 from maxstack.inference.runner import ChunkTokens, Runner
 from maxstack.report.progress import progress
 
-# The second step reads keys that the first one cached, so chunked prefill is tried too; large sizes
-# would need long texts and time for it.
+log = logging.getLogger(__name__)
 SMALL = 32
-"""Rows up to which a size is tried with two steps; larger ones with one."""
+"""Rows up to which a size is compared with the largest in two steps, of which the second reads keys
+that the first one cached; larger ones would need long texts and time for it."""
 
 
-def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length: int) -> list[int]:
-    """Return the sizes of steps in which a request's logits beside another request differ
-    in any bit from those of the largest size alone. Uses the first pages of an empty cache."""
-    limits, most = programs.limits, programs.sizes[-1]
-    # Half of the pages for each of two requests.
-    room = limits.page * min(limits.pages) // 2
-    length = max(1, min(most, max_length, room))
-    # A fixed seed: a server must not choose other sizes at each start.
-    rng = np.random.default_rng(0)
-    tokens = [rng.integers(0, vocab, length).tolist() for _ in range(min(2, limits.requests))]
-    pages = -(-length // limits.page)
+class StepSizes:
+    """The sizes of steps that an engine may use, each tried before its first step."""
 
-    def rowed(request: int, start: int, count: int) -> ChunkTokens:
-        held = [1 + request * pages + page for page in range(pages)]
-        chunk = tokens[request][start : start + count]
-        # With adapters, try one beside rows that have none.
-        adapter = 0 if request else programs.adapters
-        return ChunkTokens(0, request + 1, start, chunk, [held] * len(layout.reaches), adapter)
+    def __init__(self, programs: Runner, vocab: int, max_length: int, asked: str = "check"):
+        """`asked`: serve.identical."""
+        self._programs, self._asked = programs, asked
+        # A fixed seed: a server must not choose other sizes at each start.
+        rng = np.random.default_rng(0)
+        room = programs.scratch_pages * programs.limits.page
+        length = max(1, min(programs.sizes[-1], max_length, room))
+        self._texts = [rng.integers(0, vocab, length).tolist() for _ in range(2)]
+        # Cached arrays of another number of pages have programs of their own.
+        self._tried: set[tuple[int, ...]] = set()
+        self._known: list[bytes] = []
 
-    def logits(size: int, beside: int, count: int) -> list[bytes]:
-        """Return the logits of `count` steps of the first request, each after `beside` rows of the
+    def admit(self, rows: int) -> bool:
+        """Try the size that a step of so many rows has, unless it was tried -> False where other
+        sizes are to be used from now on. ConfigError where none is left and
+        serve.identical=strict."""
+        size = next(size for size in self._programs.sizes if size >= rows)
+        if self._asked == "any" or self._key(size) in self._tried:
+            return True
+        with progress(2, f"compiling for steps of {size} tokens", "programs") as shown:
+            smallest = self._programs.sizes[0]
+            if not self._known:
+                # The second step reads keys that the first one cached.
+                self._known = self._logits(smallest, 0, 2)
+            shown.update()
+            if self._key(smallest) not in self._tried and not self._agrees(smallest, 1):
+                return self.try_all()
+            if not self._agrees(size, 1):
+                return self.try_all()
+            shown.update()
+        return True
+
+    def next_untried(self) -> int | None:
+        """Return a size that was not tried yet."""
+        if self._asked == "any":
+            return None
+        return next((s for s in self._programs.sizes if self._key(s) not in self._tried), None)
+
+    def try_all(self) -> bool:
+        """Try all sizes, and drop those in which a request's bits depend on other requests -> False
+        where some were dropped. ConfigError or a warning where no size is left without."""
+        programs, sizes = self._programs, self._programs.sizes
+        if self._asked == "any":
+            return True
+        left = self.different()
+        # Sizes are compared with the largest. Where most differ from it, it is the odd one out, so
+        # compare the others among themselves.
+        if 2 * len(left) > len(sizes):
+            programs.sizes = tuple(left)
+            left = self.different()
+        programs.sizes = tuple(size for size in programs.sizes if size not in left) or sizes[-1:]
+        if programs.sizes != sizes:
+            log.warning(
+                "serve.identical: of the step sizes %s only %s are used, so that an answer does "
+                "not depend on other requests",
+                ", ".join(map(str, sizes)),
+                ", ".join(map(str, programs.sizes)),
+            )
+            # Again: the sizes that are left may differ from the new largest one.
+            left = self.different()
+        self._tried.update(map(self._key, programs.sizes))
+        if left:
+            message = (
+                f"serve.identical={self._asked}: on this device the last bits of a request's "
+                f"logits depend on other requests, in steps of {left[-1]} tokens"
+            )
+            if self._asked == "strict":
+                raise ConfigError(f"{message}; set serve.identical=check to serve anyway")
+            log.warning("%s", message)
+        return programs.sizes == sizes
+
+    def different(self) -> list[int]:
+        """Return the sizes in which a text's logits beside another text differ in any bit from
+        those of the largest size alone."""
+        sizes, different = self._programs.sizes, []
+        with progress(len(sizes), "compiling", "programs") as shown:
+            self._known = self._logits(sizes[-1], 0, 1)
+            for size in sizes:
+                if not self._agrees(size, 1 if size > SMALL else 2):
+                    different.append(size)
+                shown.update()
+        return different
+
+    def _agrees(self, size: int, steps: int) -> bool:
+        """Compare a size with what is known, to which it adds."""
+        made = self._logits(size, size // 3 if self._programs.scratch_texts > 1 else 0, steps)
+        if any(row != known for row, known in zip(made, self._known, strict=False)):
+            return False
+        self._tried.add(self._key(size))
+        self._known += made[len(self._known) :]
+        return True
+
+    def _key(self, size: int) -> tuple[int, ...]:
+        return size, *self._programs.held
+
+    def _logits(self, size: int, beside: int, steps: int) -> list[bytes]:
+        """Return the logits of the first steps of the first text, each after `beside` rows of the
         other."""
+        programs = self._programs
+        own, length = size - beside, len(self._texts[0])
         rows: list[bytes] = []
-        for start in range(0, min(length, size * count), size):
-            chunks = [rowed(0, start, size)]
+        for start in range(0, min(length, own * steps), own):
+            chunks = [self._chunk(0, start, own)]
             if beside:
                 # Before the tried rows, so that these lie at other places of the batch than alone.
-                chunks.insert(0, rowed(1, start // size * beside % length, beside))
+                chunks.insert(0, self._chunk(1, start // own * beside % length, beside))
             batch, firsts = programs.batch(chunks)
             x_RD = programs.forward(batch)
             wanted = len(chunks[-1].tokens[: programs.outputs[-1]])
@@ -54,13 +140,9 @@ def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length:
             rows += [row.tobytes() for row in np.asarray(logits_OV)[:wanted]]
         return rows
 
-    different = []
-    with progress(len(programs.sizes), "compiling", "programs") as shown:
-        alone = logits(most, 0, 1)
-        for size in programs.sizes:
-            beside = size // 3 if len(tokens) > 1 else 0
-            made = logits(size - beside, beside, 1 if size > SMALL else 2)
-            if any(row != own for row, own in zip(made, alone, strict=False)):
-                different.append(size)
-            shown.update()
-    return different
+    def _chunk(self, text: int, start: int, count: int) -> ChunkTokens:
+        slot, pages = self._programs.scratch(text)
+        tokens = self._texts[text][start : start + count]
+        # With adapters, try one beside rows that have none.
+        adapter = 0 if text else self._programs.adapters
+        return ChunkTokens(0, slot, start, tokens, pages, adapter)

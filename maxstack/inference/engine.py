@@ -8,6 +8,8 @@ answer depends on itself alone (batch_invariance.py checks it).
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from maxstack.errors import DataError, quoted
 from maxstack.inference import multi_step
 from maxstack.inference.adapters import Adapters
+from maxstack.inference.batch_invariance import StepSizes
 from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import Programs
@@ -29,12 +32,18 @@ if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
+SLOW = 0.02
+"""Seconds of a single step above which several steps in one program gain nothing: the host takes 1
+to 4 ms of each, and waits for the rest."""
 NGRAM = 4
 """Tokens at the end of a text that are looked for earlier in it, at most."""
 
 
 class Engine:
     """Generates for any number of requests at a time. Not safe to call from several threads."""
+
+    sizes: StepSizes | None = None
+    """Tries sizes of steps before they are used; None: all may be used."""
 
     def __init__(
         self,
@@ -43,14 +52,19 @@ class Engine:
         limits: Limits,
         max_length: int,
         adapters: Adapters = Adapters(),  # noqa: B008 (it holds nothing)
+        on_demand: bool = False,
     ):
         """`run` is assembled from `programs.inference_config(cfg)`. `params` are taken over, and
-        deleted where they are replaced; None: `load` brings them."""
+        deleted where they are replaced; None: `load` brings them. `on_demand`: pages are allocated
+        and sizes of steps are tried (serve.identical) as requests need them."""
         platform = run.mesh.devices.flat[0].platform
         layout = Layout.of(run.cfg.decoder, run.cfg.serve, platform)
-        programs = Programs(run, layout, limits, max_length, adapters)
+        programs = Programs(run, layout, limits, max_length, adapters, on_demand)
         programs.load(params)
         self._init(run.cfg, layout, programs, max_length, adapters.names)
+        if on_demand:
+            asked = run.cfg.serve.identical
+            self.sizes = StepSizes(programs, run.cfg.decoder.vocab, max_length, asked)
 
     @classmethod
     def from_programs(
@@ -82,6 +96,19 @@ class Engine:
         self._sequences: dict[int, TokenSequence] = {}
         self._added = 0
         self.drafted = self.accepted = 0
+        self._fastest = math.inf
+
+    def compile(self, rows: int) -> None:
+        """Compile what a prompt of so many tokens and its answer need, before `take`."""
+        sizes = self.programs.sizes
+        for size in dict.fromkeys((sizes[0], next((s for s in sizes if s >= rows), sizes[-1]))):
+            logits_OV = self.programs.compile(size)
+            if logits_OV is not None and size == sizes[0]:
+                self._sampler.tokens(logits_OV, [])
+
+    def take(self, params: Any) -> None:
+        """Begin with these weights, which are deleted where others are made of them."""
+        self.programs.load(params)
 
     def load(self, params: Any) -> None:
         """Replace the weights by others, which the caller keeps, or None to forget them. Nothing
@@ -152,12 +179,20 @@ class Engine:
         chunks, copies = self.scheduler.schedule(
             self.programs.sizes, self.cfg.serve.speculate, prompts_first=many > 1
         )
-        self.programs.copy(copies)
         if not chunks:
             assert not self._sequences, "requests wait, and none can run"
+            self.programs.copy(copies)
             return []
+        if self.sizes and not self.sizes.admit(self._rows(chunks)):
+            # Other sizes give other bits, so what the dropped ones cached is computed again.
+            self.scheduler.restart()
+            return []
+        self.programs.copy(copies)
         if many > 1 and (steps := self._reserve_steps(chunks, many)) > 1:
-            return self._multi_step(chunks, steps)
+            outputs = self._multi_step(chunks, steps)
+            if outputs is not None:
+                return outputs
+        began = time.perf_counter()
         batch, wanted, firsts = self._batch(chunks)
         x_RD = self.programs.forward(batch)
         # Logits are a program of their own: the head is a fifth of the weights of a 0.1 B model,
@@ -180,12 +215,32 @@ class Engine:
                 outputs.append(output)
         if self.cfg.serve.modules:
             self._draft_by_modules(x_RD, batch, chunks, firsts)
+        self._fastest = min(self._fastest, time.perf_counter() - began)
         return outputs
+
+    def try_next_size(self) -> bool:
+        """Try one more size of step while no request runs -> whether there was one to try."""
+        size = self.sizes.next_untried() if self.sizes and not self._sequences else None
+        if size is None:
+            return False
+        assert self.sizes
+        if not self.sizes.admit(size):
+            self.scheduler.restart()
+        return True
+
+    def _rows(self, chunks: Sequence[Chunk]) -> int:
+        """Return the batched tokens of the fullest replica."""
+        used = [0] * self.programs.replicas
+        for chunk in chunks:
+            used[chunk.sequence.replica] += chunk.size
+        return max(used)
 
     def _reserve_steps(self, chunks: Sequence[Chunk], many: int) -> int:
         """Take the pages of several steps from these chunks -> how many may be computed at once."""
         # Drafts are checked on the host, between steps.
         if self.cfg.serve.speculate or not self.programs.has_multi_step:
+            return 1
+        if self._fastest > SLOW:
             return 1
         left = []
         for sequence, start, size, _ in chunks:
@@ -200,9 +255,10 @@ class Engine:
         steps = min(many, multi_step.STEPS, max(left))
         return self.scheduler.reserve_steps(chunks, left, steps) if steps > 1 else 1
 
-    def _multi_step(self, chunks: Sequence[Chunk], steps: int) -> list[Output]:
-        """Compute several steps in one program. It ends early where so few requests are left that a
-        smaller step holds them, and with the first answer where others want its place."""
+    def _multi_step(self, chunks: Sequence[Chunk], steps: int) -> list[Output] | None:
+        """Compute several steps in one program; None while it is compiled. It ends early where so
+        few requests are left that a smaller step holds them, and with the first answer where others
+        want its place."""
         batch, _, firsts = self._batch(chunks)
         sequences = {first: chunk.sequence for first, chunk in zip(firsts, chunks, strict=True)}
         rows = len(batch.rows.tokens_R)
@@ -216,6 +272,8 @@ class Engine:
         tops = [chunk.sequence.sampling.logprobs for chunk in chunks]
         rules = multi_step.make_rules(sequences, rows, self.max_length)
         made = self.programs.multi_step(batch, rules, bounds, self._sampler.top_count(tops))
+        if made is None:
+            return None
         outputs = []
         for chunk, first, top in zip(chunks, firsts, tops, strict=True):
             sequence, new = chunk.sequence, multi_step.read_tokens(made, first, top)

@@ -2,8 +2,7 @@
 
 Cheap checks come first, so that a mistake is told before weights are read for minutes: mesh, kind
 of model, layout of the cache, tokenizer. Then the run is assembled on the mesh and its weights and
-adapters are read; the memory that these leave decides the pages of the cache; and steps of all
-sizes are tried for batch invariance, which compiles them too.
+adapters are read; and the memory that these leave decides how far the cache may grow.
 """
 
 import contextlib
@@ -11,6 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +74,12 @@ def start(
     model: str,
     overrides: Sequence[str],
     adapter: str | None = None,
-    check: Callable[["Tokenizer | None", int], None] = lambda tokenizer, vocab: None,
+    check: Callable[["Tokenizer | None", int], int] = lambda tokenizer, vocab: 1,
 ) -> Served:
     """Set up the engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
     serve.adapters and `adapter`, the name of one of them or a folder, which is its own name.
-    `check` may raise for the tokenizer and the size of the vocabulary, before weights are read.
+    `check` returns the tokens of the first prompt, as far as they are known, and may raise for the
+    tokenizer and the size of the vocabulary, before weights are read.
     ConfigError where the model cannot generate or does not fit."""
     import jax
 
@@ -94,25 +95,34 @@ def start(
     layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
     longest = max_length_of(cfg, own, folder)
     tokenizer, stop_tokens = open_model_tokenizer(cfg, own, folder)
-    check(tokenizer, cfg.decoder.vocab)
+    rows = check(tokenizer, cfg.decoder.vocab)
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs
-    from maxstack.inference.adapters import read_adapters
+    from maxstack.inference.adapters import Adapters, read_adapters
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
     # Before the first program is compiled.
     keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
-    params = read_weights(model, run, own)
     # A name of serve.adapters wins over a folder of the same name.
     folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
-    adapters = read_adapters(run, params, folders)
+    # Adapters are placed by the weights that they change.
+    params = read_weights(model, run, own) if folders else None
+    adapters = read_adapters(run, params, folders) if folders else Adapters()
     free = _free(run, layout, adapters.weights)
     limits, max_length = make_limits(cfg, layout, longest, free)
-    engine = Engine(run, params, limits, max_length, adapters)
-    check_identical(engine, layout)
+    engine = Engine(run, params, limits, max_length, adapters, on_demand=True)
+    if params is None:
+        # The compiler and the disk work at the same time.
+        with ThreadPoolExecutor(1, "compiler") as compiler:
+            compiling = compiler.submit(engine.compile, rows)
+            engine.take(read_weights(model, run, own))
+            compiling.result()
+    if cfg.serve.identical == "strict" and engine.sizes:
+        engine.sizes.try_all()
+    engine.scheduler.keep_prefixes(False)
     return Served(model, cfg, engine, own, folder, tokenizer, stop_tokens)
 
 
@@ -189,46 +199,6 @@ def make_limits(
     counts = tuple(max(count, int(count * requests)) for count in bounded)
     sizes = serve.rows, serve.page, counts, serve.max_requests
     return Limits(*sizes, snapshots, serve.snapshot, serve.prefix_cache), length
-
-
-def check_identical(engine: "Engine", layout: Layout) -> None:
-    """Drop the sizes of steps in which a request's bits depend on other requests; ConfigError or a
-    warning where no size is left without."""
-    from maxstack.inference.batch_invariance import find_variant_sizes
-
-    asked, programs = engine.cfg.serve.identical, engine.programs
-    if asked == "any":
-        return
-    sizes = programs.sizes
-
-    def different() -> list[int]:
-        return find_variant_sizes(programs, layout, engine.cfg.decoder.vocab, engine.max_length)
-
-    left = different()
-    # Sizes are compared with the largest. Where most differ from it, it is the odd one out, so
-    # compare the others among themselves.
-    if 2 * len(left) > len(sizes):
-        programs.sizes = tuple(left)
-        left = different()
-    programs.sizes = tuple(size for size in programs.sizes if size not in left) or sizes[-1:]
-    if programs.sizes != sizes:
-        log.warning(
-            "serve.identical: of the step sizes %s only %s are used, so that an answer does not "
-            "depend on other requests",
-            ", ".join(map(str, sizes)),
-            ", ".join(map(str, programs.sizes)),
-        )
-        # Again: the sizes that are left may differ from the new largest one.
-        left = different()
-    if not left:
-        return
-    message = (
-        f"serve.identical={asked}: on this device the last bits of a request's logits depend on "
-        f"other requests, in steps of {left[-1]} tokens"
-    )
-    if asked == "strict":
-        raise ConfigError(f"{message}; set serve.identical=check to serve anyway")
-    log.warning("%s", message)
 
 
 def _free(run: Any, layout: Layout, adapters: Any) -> int | None:

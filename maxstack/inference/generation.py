@@ -19,6 +19,7 @@ from maxstack.inference.text import TextStream
 from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
+    from maxstack.data.tokenizers import Tokenizer
     from maxstack.inference.engine_setup import Served
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,22 @@ def check_prompt(where: str, kind: str, value: Any) -> None:
             raise DataError(f"{where}: {error}") from None
 
 
+def encode(
+    tokenizer: "Tokenizer",
+    template: ChatTemplate | None,
+    text: str,
+    chat: bool,
+    system: str | None,
+) -> list[int]:
+    """Return the tokens of a text, or with `chat` of a new conversation with this message."""
+    if not chat:
+        return tokenizer.encode(os.fsencode(text)).tolist()
+    assert template, "messages without a chat template"
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": text})
+    return encode_chat(tokenizer, template.render(to_template_messages(messages)))[0].tolist()
+
+
 class Generator:
     """Generates text from prompts."""
 
@@ -129,12 +146,9 @@ class Generator:
         ends = frozenset() if ignore_eos else served.stop_tokens
         self.sampling = dataclasses.replace(sampling, stop_tokens=ends)
 
-    def encode(self, text: str, chat: bool, system: str | None) -> list[int]:
-        """Return the tokens of a text, or with `chat` of a new conversation with this message."""
-        if chat:
-            messages = [{"role": "system", "content": system}] if system else []
-            return self.encode_messages([*messages, {"role": "user", "content": text}])
-        return self._tokenizer.encode(os.fsencode(text)).tolist()
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return encode(self._tokenizer, None, text, False, None)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, up to where the model's answer begins."""
@@ -235,7 +249,7 @@ class Generator:
             return prompt.value
         try:
             if prompt.kind == "prompt":
-                return self.encode(prompt.value, chat, system)
+                return encode(self._tokenizer, self._template, prompt.value, chat, system)
             return self.encode_messages(prompt.value)
         except DataError as error:
             raise DataError(f"{prompt.where}: {error}") from None

@@ -11,8 +11,9 @@ import numpy as np
 
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
+from maxstack.inference.batch_invariance import StepSizes
 from maxstack.inference.engine import Engine
-from maxstack.inference.engine_setup import Served, check_identical
+from maxstack.inference.engine_setup import Served
 from maxstack.inference.layout import PORTABLE, Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner, flatten_cache, unflatten_cache
@@ -47,7 +48,7 @@ def start_package(package: Package) -> Served:
     limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
     programs = PackageRunner(package, layout, limits, sizes["max_length"])
     engine = Engine.from_programs(cfg, layout, programs, sizes["max_length"])
-    check_identical(engine, layout)
+    StepSizes(programs, cfg.decoder.vocab, sizes["max_length"], cfg.serve.identical).try_all()
     from maxstack.data.tokenizers import open_prompt_tokenizer
 
     tokenizer = open_prompt_tokenizer(cfg.data.tokenizer) if section else None

@@ -65,9 +65,14 @@ class Pool:
 
     def __init__(self, size: int, first: int = 1):
         self.size = size
-        # In the order in which pages are taken: those without contents first, then those that were
-        # released longest ago. An OrderedDict removes from the middle in constant time (`share`).
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + size))
+        self.keeps_contents = True
+        """Whether a page that was never used is taken before one with contents: the cache grows
+        with the prefixes that were seen, not only with those in use."""
+        # Released pages in the order in which they are taken: those without contents first, then
+        # those that were released longest ago. An OrderedDict removes from the middle in constant
+        # time (`share`).
+        self._free: OrderedDict[int, None] = OrderedDict()
+        self._unused, self._end = first, first + size
         self._users: dict[int, int] = {}
         # Contents to page and back. A page in `_free` may still be found: it is a cache until
         # taken.
@@ -77,11 +82,18 @@ class Pool:
     @property
     def available(self) -> int:
         """Pages without users."""
-        return len(self._free)
+        return len(self._free) + self._end - self._unused
 
     def take(self) -> int:
         """Take a page for one user and forget its contents."""
-        page, _ = self._free.popitem(last=False)
+        page = next(iter(self._free), None)
+        holds = page in self._contents
+        if self._unused < self._end and (page is None or (holds and self.keeps_contents)):
+            page = self._unused
+            self._unused += 1
+        else:
+            assert page is not None, "no page is free"
+            del self._free[page]
         self._forget(page)
         self._users[page] = 1
         return page

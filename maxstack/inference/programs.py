@@ -1,38 +1,38 @@
 """Compiled programs of inference.
 
 A step is R rows, each one token of some request at its position; prompts and answers are computed
-alike, so there are few programs: `step` for each number of rows, and `logits_of` for the rows whose
-logits are wanted. Layers run as in training on rows [R, 1, D], but unrolled, and read and write the
-cache while the step is traced. On one CPU device matrices are kept as weights/cpu_matrix.py says,
-and what has no batch-invariant form is computed in groups of rows (layers/batch_invariance.py).
+alike, so there are few programs: those of layer_programs.py for each number of rows, and `head` for
+the rows whose logits are wanted. Layers run as in training on rows [R, 1, D], but read and write
+the cache. On one CPU device matrices are kept as weights/cpu_matrix.py says, and what has no
+batch-invariant form is computed in groups of rows (layers/batch_invariance.py).
 Shapes: R rows of all replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import layout as jax_layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference import multi_step
+from maxstack.inference.cache_arrays import CacheArrays, cache_shardings
+from maxstack.inference.layer_programs import LayerPrograms
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner
 from maxstack.kernels.backends import Choice, record_choices
-from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.batch_invariance import batch_invariant
-from maxstack.layers.cache import Cache, Rows
+from maxstack.layers.cache import LayerCache, Rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
-from maxstack.schema.parts import Cached
-from maxstack.sharding import spec
 from maxstack.state import flat, tree
 from maxstack.weights.multi_adapter import with_adapters
 from maxstack.weights.rewrite import rebase
@@ -58,6 +58,13 @@ def inference_config(cfg: "Config") -> "Config":
 
 GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
+FEWEST, GROWTH = 64, 4
+"""Pages with which a cache that grows begins, and the factor by which it grows: for each size
+programs are compiled anew."""
+THREADS = 2
+"""Weights that are converted at a time."""
+SCRATCH = 128
+"""Tokens of a text on which sizes of steps are tried."""
 
 
 class Programs(Runner):
@@ -70,11 +77,18 @@ class Programs(Runner):
         limits: Limits,
         max_length: int,
         adapters: "Adapters",
+        on_demand: bool = False,
     ):
+        """`on_demand`: the cache begins small and grows up to `limits.pages`, and has room for
+        texts on which sizes of steps are tried (batch_invariance.py)."""
         self._run = run
         replicas, ordered = parts(run.cfg.mesh.rules["batch"], run.mesh.shape), in_order(run.mesh)
         shardings = cache_shardings(run, layout)
-        super().__init__(layout, limits, max_length, replicas, shardings, ordered)
+        spare = 2 * -(-min(limits.rows, max_length, SCRATCH) // limits.page) if on_demand else 0
+        super().__init__(layout, limits, max_length, replicas, shardings, ordered, spare)
+        if on_demand:
+            self.held = tuple(min(FEWEST, pages) for pages in limits.pages)
+        self._arrays = CacheArrays(self, run.cfg.model.dtype, shardings, ordered)
         self._graph, self._state = run.graph, run.weights.rewrite.state
         self._adapters, self.adapters = adapters, len(adapters.names)
         self._original = original_paths(run)
@@ -91,7 +105,10 @@ class Programs(Runner):
 
             self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
         # Kept between loads: compiled anew for each rollout they took 0.3 s of it.
-        self._makers = {path: jax.jit(matrix.convert) for path, matrix in self._matrices.items()}
+        self._makers = {
+            path: jax.jit(functools.partial(convert_layer, matrix))
+            for path, matrix in self._matrices.items()
+        }
         # Groups of one size give experts and latents equal bits in steps of 4 to 512 rows (all 13
         # golden models tried); without them such models had steps of 64 rows alone.
         self._group: int | None = GROUP if self._matrices else 0
@@ -99,21 +116,23 @@ class Programs(Runner):
         # decode.
         if run.cfg.serve.identical == "any":
             self._group = None
-        # In its shards from the start: the whole cache may not fit on one device.
-        self._made = jax.jit(self.empty, out_shardings=shardings, compiler_options=ordered)
         everywhere = NamedSharding(run.mesh, PartitionSpec())
-        # The cache is donated: it is the largest array, and a copy would double it. `sparing`,
-        # because XLA moves all transpositions of panels to the start of the program otherwise: 292
-        # ms a step, not 34.
-        self._forward = jax.jit(
-            run.within(self.step),
+        # `sparing`, because XLA moves all transpositions of panels to the start of a program
+        # otherwise: 292 ms a step, not 34.
+        options = ordered | sparing(run.mesh)
+        self._compiler = ThreadPoolExecutor(1, "compiler")
+        self._compiled: dict[Any, Future[Any]] = {}
+        self._layers = LayerPrograms(run, layout, max_length, self._group, shardings, options)
+        self._whole = jax.jit(lambda x_R1D: x_R1D[:, 0], out_shardings=everywhere)
+        self._further = jax.jit(
+            run.within(self._module_step),
             static_argnums=4,
             donate_argnums=1,
-            out_shardings=(everywhere, shardings),
-            compiler_options=ordered | sparing(run.mesh),
+            out_shardings=(everywhere, shardings[-1]),
+            compiler_options=options,
         )
         self._head = jax.jit(
-            run.within(self.logits_of),
+            run.within(lambda state, *given: self._logits(self._layers.model(state), *given)),
             static_argnums=3,
             out_shardings=everywhere,
             compiler_options=ordered,
@@ -123,7 +142,7 @@ class Programs(Runner):
             static_argnums=5,
             donate_argnums=1,
             out_shardings=(everywhere, shardings),
-            compiler_options=ordered | sparing(run.mesh),
+            compiler_options=options,
         )
 
     def load(self, params: Any, keep: bool = False) -> None:
@@ -131,11 +150,27 @@ class Programs(Runner):
         forget them."""
         # Let the old weights go before the new ones are made: both together may not fit.
         self._params = None
+        self._layers.forget()
         # Keep the cache between loads; the scheduler forgets its contents (`Engine.load`).
         if self.cache is None:
-            self.cache = self._made()
+            self.cache = self._arrays.make()
         if params is not None:
             self._params = self.prepare(params, keep)
+            self._layers.load(self._model(self._params))
+
+    def compile(self, size: int) -> jax.Array | None:
+        # On several devices only the loaded weights have the shardings that programs depend on.
+        if self._run.mesh.size > 1:
+            return None
+        shapes = self._prepared_shapes()
+        batch, _ = self.batch([], size)
+        (weights, x_R1D), self.cache = self._layers.compile(self._model(shapes), self.cache, batch)
+        count = next((count for count in self.outputs if count >= size), self.outputs[-1])
+        return self._head(weights, self._whole(x_R1D), np.zeros(count, np.int32), None)[1]
+
+    def _prepared_shapes(self) -> Any:
+        params = self._run.abstract.params
+        return jax.eval_shape(lambda params: self.prepare(params, keep=True), params)
 
     def prepare(self, params: Any, keep: bool) -> Any:
         """Return the weights of the run as steps read them; see `prepare_weights`."""
@@ -150,18 +185,34 @@ class Programs(Runner):
         batch, _ = self.batch([])
         # Kernels are chosen while a step is traced, so trace one on shapes alone.
         with record_choices() as choices:
-            params = jax.eval_shape(
-                lambda params: self.prepare(params, keep=True), self._run.abstract.params
-            )
             cache = jax.eval_shape(self.empty)
-            step = self._run.within(functools.partial(self.step, x_RD=None, module=None))
-            jax.eval_shape(step, params, cache, batch)
+            jax.eval_shape(self._run.within(self.step), self._prepared_shapes(), cache, batch)
         return choices
+
+    def empty(self) -> list[dict[str, jax.Array]]:
+        """Return the cache before the first step, as a function."""
+        return self._arrays.empty()
+
+    def hold(self, pages: Sequence[int]) -> None:
+        before = self.held
+        if any(page > held for page, held in zip(pages, before, strict=True)):
+            self.held = tuple(
+                held if page <= held else min(most, max(page, GROWTH * held))
+                for page, held, most in zip(pages, before, self.limits.pages, strict=True)
+            )
+            self.cache = self._arrays.grow(self.cache, before)
 
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
     ) -> jax.Array:
-        x_RD, self.cache = self._forward(self._params, self.cache, batch, x_RD, module)
+        if x_RD is None:
+            x_R1D, self.cache = self._layers(self.cache, batch)
+            return self._whole(x_R1D)
+        assert module is not None
+        own = self._run.cfg.decoder.layers + module
+        x_RD, self.cache[own] = self._further(
+            self._layers.weights, self.cache[own], batch, x_RD, module
+        )
         return x_RD
 
     def head(
@@ -170,28 +221,50 @@ class Programs(Runner):
         # Padding asks for row 0 again, which costs little and compiles few shapes.
         wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
         wanted_O[: len(rows)] = rows
-        return self._head(self._params, x_RD, wanted_O, module)
+        return self._head(self._layers.weights, x_RD, wanted_O, module)
 
-    def multi_step(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
-        made, self.cache = self._multi_step(self._params, self.cache, batch, rules, bounds, top)
+    def multi_step(
+        self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None
+    ) -> Made | None:
+        given = self._params, self.cache, batch, rules, bounds
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (batch, rules))
+        key = self.held, top, tuple(jax.tree.leaves(shapes))
+        if key not in self._compiled:
+            # In the background: this one program of all layers takes as long to compile as they are
+            # many, and single steps give the same tokens meanwhile.
+            lowered = functools.partial(self._multi_step.lower, *jax.tree.map(_shape, given), top)
+            self._compiled[key] = self._compiler.submit(lambda: lowered().compile())
+        if not self._compiled[key].done():
+            return None
+        made, self.cache = self._compiled[key].result()(*given)
         # The only time that the host waits for these steps.
         return jax.device_get(made)
 
-    def step(
-        self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
-    ) -> tuple[jax.Array, Any]:
-        """Return what `forward` returns, and the next cache, as a function."""
-        model = nnx.merge(self._graph, nnx.State(params))
-        tables = [batch.tables[group] for group in self._layout.groups]
+    def step(self, params: Any, cache: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """Return what `forward` returns without a module, and the next cache, as a function of
+        prepared weights."""
+        x_R1D, cache = self._layers.trace(self._model(params), cache, batch)
+        return x_R1D[:, 0], cache
+
+    def _module_step(
+        self,
+        state: nnx.State,
+        arrays: dict[str, jax.Array],
+        batch: Batch,
+        x_RD: jax.Array,
+        module: int,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        table_SW = batch.tables[self.layout.groups[self._run.cfg.decoder.layers + module]]
         backend = self._run.cfg.serve.attention
-        kept = Cache(self._layout.owners, tables, list(cache), backend)
+        kept = LayerCache(batch.rows, table_SW, dict(arrays), backend)
         with batch_invariant(self._group, batch.rows.adapters_R):
-            if x_RD is None:
-                x_R1D = model.decode(batch.rows, kept, self._max_length)
-            else:
-                before, length = x_RD[:, None], self._max_length
-                x_R1D = model.decode_further(module, before, batch.rows, kept, length)
+            x_R1D = self._layers.model(state).decode_further(
+                module, x_RD[:, None], batch.rows, kept, self._max_length
+            )
         return x_R1D[:, 0], kept.arrays
+
+    def _model(self, params: Any) -> Any:
+        return nnx.merge(self._graph, nnx.State(params))
 
     def _steps(
         self,
@@ -208,71 +281,34 @@ class Programs(Runner):
         whole = functools.partial(jax.lax.with_sharding_constraint, shardings=everywhere)
 
         def forward(rows: Rows, cache: Any) -> tuple[jax.Array, Any]:
-            x_RD, cache = self.step(params, cache, batch._replace(rows=rows), None, None)
+            x_RD, cache = self.step(params, cache, batch._replace(rows=rows))
             return whole(x_RD), cache
 
         def head(x_OD: jax.Array) -> jax.Array:
-            return whole(self.logits_of(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
+            return whole(self.logits_of(params, x_OD)[1])
 
         sizes = self.replicas, self.outputs[-1]
         return multi_step.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
 
-    def logits_of(
-        self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
+    def logits_of(self, params: Any, x_OD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what `head` returns of all rows without a module, as a function of prepared
+        weights."""
+        return self._logits(self._model(params), x_OD, jnp.arange(x_OD.shape[0]), None)
+
+    def _logits(
+        self, model: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return what `head` returns, as a function."""
-        model = nnx.merge(self._graph, nnx.State(params))
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with batch_invariant(self._group):
             x_O1D = norm(x_RD[wanted_O][:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
-    def empty(self) -> list[dict[str, jax.Array]]:
-        """Return the cache before the first step."""
-        layout = self._layout
-        cache = []
-        for arrays, group in zip(layout.arrays, layout.groups, strict=True):
-            own = {}
-            for name, array in arrays.items():
-                sizes = [dim.size for dim in array.dims]
-                shape = *self._leading(group, array.per_request), *sizes
-                own[name] = jnp.zeros(shape, self._dtype(array))
-            cache.append(own)
-        return cache
 
-    def _dtype(self, array: Cached) -> str:
-        dtype = array.dtype or self._run.cfg.model.dtype
-        on_cpu = self._layout.platform == "cpu"
-        # A cache of 8,193 pages of bfloat16 took 164 ms a layer and step of 4 rows, its bits as
-        # uint16 2 ms.
-        return BITS.get(dtype, dtype) if on_cpu and not array.per_request else dtype
-
-    def _leading(self, group: int, per_request: bool) -> tuple[int, ...]:
-        if per_request:
-            return (self.replicas * self.slots,)
-        # One page more than the scheduler knows: page 0, which rows without a token read and write.
-        return self.replicas * (1 + self.limits.pages[group]), self.limits.page
-
-
-def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
-    """Return the shardings and layouts of the arrays of the cache."""
-    rules = run.cfg.mesh.rules
-
-    def placement(array: Cached) -> Any:
-        # The first dimension holds the pages of all replicas in order, so those of a replica lie on
-        # its own devices.
-        axes = ["batch"] if array.per_request else ["batch", ""]
-        axes += [dim.axis for dim in array.dims]
-        sharding = NamedSharding(run.mesh, spec(axes, rules))
-        order = layout.page_order(array)
-        # The layout is asked for at the edge of every program; else XLA copies the cache into its
-        # own.
-        return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
-
-    shardings = []
-    for arrays in layout.arrays:
-        shardings.append({name: placement(array) for name, array in arrays.items()})
-    return shardings
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(
+        np.shape(x), np.asarray(x).dtype if sharding is None else x.dtype, sharding=sharding
+    )
 
 
 def original_paths(run: "Run") -> set[str]:
@@ -282,39 +318,50 @@ def original_paths(run: "Run") -> set[str]:
     return own | {f"{path}/base" for path in run.weights.rewrite.adapted}
 
 
+def convert_layer(matrix: "CpuMatrix", weight: jax.Array, layer: Any = None) -> jax.Array:
+    """Return what a matrix keeps of a weight, or of one layer of a stack of weights."""
+    return matrix.convert(weight if layer is None else weight[layer])
+
+
 def prepare_weights(
     state: nnx.State,
     params: Any,
-    makers: Mapping[str, Callable[[jax.Array], jax.Array]],
+    makers: Mapping[str, Callable[..., jax.Array]],
     original: Collection[str],
     dtype: str,
     keep: bool,
 ) -> Any:
     """Return the weights as steps of inference read them: stacks of the pattern's repetitions as
     tuples, `original` weights that are multiplied in the compute dtype, and matrices converted by
-    the `makers` of their paths. Replaced arrays are deleted, unless `keep`."""
+    the `makers` of their paths (`convert_layer`). Replaced arrays are deleted, unless `keep`."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(state)
     }
-    weights = {}
-    for path, array in flat(params).items():
+
+    def prepared(path: str, array: jax.Array) -> tuple[str, Any]:
         kept: Any = array
         # A weight that is multiplied is cast before its product anyway, so casting it once changes
         # no bit.
         if uses[path] and path in original:
             kept = array.astype(dtype)
+        make = makers.get(path)
         if path.startswith("blocks/"):
             # A scan over stacked weights would copy each layer's slice in each step.
-            kept = tuple(kept[i] for i in range(kept.shape[0]))
-        name = path
-        if path in makers:
-            name = f"{path}/kept"
-            kept = jax.tree.map(makers[path], kept)
+            layers = range(kept.shape[0])
+            kept = tuple(make(kept, i) if make else kept[i] for i in layers)
+        elif make:
+            kept = make(kept)
         # Wait before deleting: dispatch is asynchronous. Then free each weight as soon as it is
         # replaced, so that the old and the new model are never held together.
         if kept is not array and not keep:
             jax.block_until_ready(kept)
             array.delete()
-        weights[name] = kept
-    return tree(weights)
+        return (f"{path}/kept" if make else path), kept
+
+    pairs = flat(params).items()
+    if keep or not makers:
+        return tree(dict(itertools.starmap(prepared, pairs)))
+    # XLA transposes on one thread.
+    with ThreadPoolExecutor(THREADS) as pool:
+        return tree(dict(pool.map(prepared, *zip(*pairs, strict=True))))

@@ -67,14 +67,20 @@ class Runner:
         replicas: int = 1,
         shardings: Any = None,
         options: dict[str, Any] | None = None,
+        spare: int = 0,
     ):
-        """`shardings` of the cache, `options` of its compiler."""
-        self._layout = layout
+        """`shardings` of the cache, `options` of its compiler. `spare`: pages beside those of
+        requests on which sizes of steps are tried, as are two slots; 0: none, so they can be tried
+        on an empty cache alone."""
+        self.layout = layout
+        self.spare = spare
         self.limits = limits
         self.replicas = replicas
         # Pages of the longest request: the columns of every page table.
         self.width = -(-max_length // limits.page)
         self.sizes = step_sizes(limits)
+        self.held = limits.pages
+        """Pages of each group that the cache has arrays for; `limits.pages` at most."""
         self._max_length = max_length
         self._copy = jax.jit(
             self._copy_states,
@@ -94,6 +100,11 @@ class Runner:
         """Replace the weights."""
         raise NotImplementedError
 
+    def compile(self, size: int) -> jax.Array | None:
+        """Compile the programs of a step of this size before there are weights -> logits of zeros;
+        None where they cannot be known."""
+        return None
+
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
     ) -> jax.Array:
@@ -109,16 +120,49 @@ class Runner:
         `forward` returned, padded to one of `outputs`."""
         raise NotImplementedError
 
-    def multi_step(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
+    def multi_step(
+        self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None
+    ) -> Made | None:
         """Compute several steps from a batch of the last known token of each request -> the tokens;
-        `top`: likeliest tokens to report, None: no log-probabilities."""
+        None while the program is compiled in the background. `top`: likeliest tokens to report,
+        None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def slots(self) -> int:
-        """Slots of a replica: slot 0, which stays unused, then those of requests, then of
-        snapshots."""
-        return 1 + self.limits.requests + self.limits.snapshots
+        """Slots of a replica: slot 0, which stays unused, then those of requests, of snapshots, and
+        of texts on which sizes are tried."""
+        own = 2 if self.spare else 0
+        return 1 + self.limits.requests + self.limits.snapshots + own
+
+    def replica_pages(self, group: int) -> int:
+        """Return the pages of a replica in the arrays of a group: page 0, which rows without a
+        token read and write, then those that the scheduler knows, then spare ones."""
+        return 1 + self.held[group] + self.spare
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Make the arrays of each group large enough for the page of this number."""
+        assert all(page <= held for page, held in zip(pages, self.held, strict=True))
+
+    @property
+    def scratch_texts(self) -> int:
+        """How many texts `scratch` has room for."""
+        return 2 if self.spare else min(2, self.limits.requests)
+
+    @property
+    def scratch_pages(self) -> int:
+        """Pages of each of these."""
+        return min(self.width, max(1, (self.spare or min(self.held)) // 2))
+
+    def scratch(self, text: int) -> tuple[int, list[list[int]]]:
+        """Return a slot, and its pages by group, for a text that is no request's: spare ones, or
+        the first ones of an empty cache."""
+        slot = self.slots - 1 - text if self.spare else 1 + text
+        pages = []
+        for held in self.held:
+            first = 1 + text * self.scratch_pages + (held if self.spare else 0)
+            pages.append([*range(first, first + self.scratch_pages)])
+        return slot, pages
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -126,20 +170,21 @@ class Runner:
         # The sizes of steps, because those are checked for batch invariance.
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
-    def batch(self, chunks: Sequence[ChunkTokens]) -> tuple[Batch, list[int]]:
+    def batch(self, chunks: Sequence[ChunkTokens], at_least: int = 0) -> tuple[Batch, list[int]]:
         """Return chunks as a step of the smallest size that holds them, each replica's from its own
         first row on; and the first row of each chunk."""
         used = [0] * self.replicas
         for chunk in chunks:
             used[chunk.replica] += len(chunk.tokens)
         # All replicas run one program, so the fullest one decides.
-        size = next(size for size in self.sizes if size >= max(used)) if chunks else self.sizes[-1]
+        fewest = max(at_least, *used) if chunks or at_least else self.sizes[-1]
+        size = next(size for size in self.sizes if size >= fewest)
         rows = np.zeros((4, self.replicas * size), np.int32)
         # Position -1: the row is unused.
         rows[1] = -1
         # Tables of all slots and full width: a program's shapes must not depend on who runs.
         tables = np.zeros(
-            (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
+            (len(self.layout.reaches), self.replicas * self.slots, self.width), np.int32
         )
         # Rows are sharded over the replicas in order, so each replica's begin at its own share.
         filled, firsts = [size * replica for replica in range(self.replicas)], []
@@ -152,21 +197,28 @@ class Runner:
             rows[2, own], rows[3, own] = slot, adapter
             for table, held in zip(tables, pages, strict=True):
                 table[replica * self.slots + slot, : len(held)] = held
+        # Spare pages lie behind the others and exist.
+        of_requests = tables.reshape(len(tables), self.replicas, self.slots, self.width)
+        self.hold(of_requests[:, :, : 1 + self.limits.requests].max(axis=(1, 2, 3)).tolist())
         return Batch(Rows(*rows), tuple(tables)), firsts
 
     def copy(self, copies: Sequence[StateCopy | PageCopy]) -> None:
         """Copy states between slots, one after the other, and pages."""
-        pages = []
+        pages, most = [], [0] * len(self.held)
         for copy in copies:
             if isinstance(copy, PageCopy):
-                first = copy.replica * (1 + self.limits.pages[copy.group])
+                most[copy.group] = max(most[copy.group], copy.target)
+        self.hold(most)
+        for copy in copies:
+            if isinstance(copy, PageCopy):
+                first = copy.replica * self.replica_pages(copy.group)
                 pages.append((copy.group, first + copy.source, first + copy.target))
             else:
                 first = copy.replica * self.slots
                 self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
         # All pages of a group together: their targets were just taken, so no copy reads another's
         # target.
-        for group in range(len(self._layout.reaches)):
+        for group in range(len(self.layout.reaches)):
             own = [ids for of, *ids in pages if of == group]
             for start in range(0, len(own), COPIES):
                 # A fixed number is one program a group; padding copies page 0, which is unused,
@@ -184,7 +236,7 @@ class Runner:
             # elsewhere.
             return array if per_request or own != group else array.at[target].set(array[source])
 
-        layout, after = self._layout, []
+        layout, after = self.layout, []
         for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True):
             after.append(
                 {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
@@ -193,7 +245,7 @@ class Runner:
 
     def _copy_states(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
         after = []
-        for arrays, kept in zip(cache, self._layout.arrays, strict=True):
+        for arrays, kept in zip(cache, self.layout.arrays, strict=True):
             own = dict(arrays)
             for name, array in arrays.items():
                 if kept[name].per_request:

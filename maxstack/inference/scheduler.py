@@ -87,6 +87,18 @@ class Scheduler:
         """Forget the contents of all pages and snapshots."""
         self._cache.forget()
 
+    def restart(self) -> None:
+        """Preempt all sequences and forget what was cached."""
+        for sequence in [*self.running]:
+            self._preempt(sequence)
+        self.forget()
+
+    def keep_prefixes(self, keep: bool) -> None:
+        """Choose whether the cache grows for prefixes that no running request needs."""
+        for pools in self.pools:
+            for pool in pools:
+                pool.keeps_contents = keep
+
     def schedule(
         self, sizes: Sequence[int] = (), max_drafts: int = 0, prompts_first: bool = False
     ) -> tuple[list[Chunk], Copies]:

@@ -274,6 +274,9 @@ class Service:
     def _wait(self) -> bool:
         """Run commands until the engine has work -> False where the thread is to end."""
         while not self._stopped:
+            # While nobody waits, compile what later requests will need.
+            if not self._commands and self.engine.try_next_size():
+                continue
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._commands or self.engine.busy)
                 commands, self._commands = self._commands, []

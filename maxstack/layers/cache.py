@@ -5,7 +5,6 @@ P pages  L tokens of a page  N heads  K kv heads  H head dim  V value dim.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax import Array
@@ -71,26 +70,3 @@ class LayerCache:
         else:
             self.arrays["pages"] = pages
         return o_RNV
-
-
-@dataclasses.dataclass
-class Cache:
-    """Arrays of all layers while a step is traced."""
-
-    owners: Sequence[int]
-    """The layer whose arrays each layer reads."""
-    tables: Sequence[Array]
-    """By layer: pages of requests [S, W]."""
-    arrays: list[dict[str, Array]]
-    """By layer; empty where another owns them."""
-    backend: str = "auto"
-
-    def layer(self, i: int, rows: Rows) -> LayerCache:
-        """Arrays that layer `i` reads and replaces."""
-        # Layers that share keys and values read the pages of the layer that makes them.
-        owner = self.owners[i]
-        return LayerCache(rows, self.tables[owner], dict(self.arrays[owner]), self.backend)
-
-    def replace(self, i: int, arrays: dict[str, Array]) -> None:
-        """Keep what layer `i` wrote."""
-        self.arrays[self.owners[i]] = arrays

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.layers.cache import Cache, Rows
+from maxstack.layers.cache import LayerCache, Rows
 from maxstack.layers.context import Context, Table, position_keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
@@ -106,34 +106,28 @@ class Decoder(Stack):
         with context.draw_with_keys():
             return x_BTD, self._per_layer(tokens_BT, x_BTD) if self.cfg.per_layer else None
 
-    def decode(self, rows: Rows, cache: Cache, length: int) -> Array:
-        """Run a step of inference -> the residual stream [R, 1, D] after the last block. Rows read
-        and write `cache`; `length` is the largest number of tokens of a request.
+    def decode_inputs(self, rows: Rows, length: int) -> tuple[Array, Context, list[Array | None]]:
+        """Begin a step of inference -> the residual stream [R, 1, D] before the first block, what
+        all blocks share, and each layer's own embedding of the tokens [R, 1, P] or None. `length`
+        is the largest number of tokens of a request.
 
-        Layers are unrolled, and the weights of the pattern's blocks are tuples by repetition
-        instead of stacks: a scan over stacked weights would copy them.
+        The caller runs the blocks (inference/layer_programs.py), one after the other and unrolled:
+        a scan over stacked weights would copy them.
         """
         context = self._decode_context(rows, length)
         x_R1D, extra_LR1P = self._embed_inputs(rows.tokens_R[:, None], context)
-        for i, block in enumerate(self.unrolled()):
-            layer = cache.layer(i, rows)
-            here = dataclasses.replace(context, cache=layer)
-            x_R1D, _ = block(x_R1D, here, layer_slice(extra_LR1P, i))
-            cache.replace(i, layer.arrays)
-        return x_R1D
+        return x_R1D, context, [layer_slice(extra_LR1P, i) for i in range(self.cfg.layers)]
 
     def decode_further(
-        self, module: int, x_R1D: Array, rows: Rows, cache: Cache, length: int
+        self, module: int, x_R1D: Array, rows: Rows, cache: LayerCache, length: int
     ) -> Array:
-        """Run a module of multi-token prediction on the output of `decode`, or of the module before
-        -> its state [R, 1, D]. `rows` holds the tokens whose embeddings the module reads: for
-        module 0 the token after each row's own, and so on."""
-        layer = cache.layer(self.cfg.layers + module, rows)
-        context = dataclasses.replace(self._decode_context(rows, length), cache=layer)
+        """Run a module of multi-token prediction on the state [R, 1, D] after the last block, or of
+        the module before -> its state [R, 1, D]. `rows` holds the tokens whose embeddings the
+        module reads: for module 0 the token after each row's own, and so on. Reads and writes
+        `cache`."""
+        context = dataclasses.replace(self._decode_context(rows, length), cache=cache)
         next_R1D = self.embed_tokens(rows.tokens_R[:, None])
-        x_R1D, _ = self.mtp[f"{module}"](x_R1D, next_R1D, context)
-        cache.replace(self.cfg.layers + module, layer.arrays)
-        return x_R1D
+        return self.mtp[f"{module}"](x_R1D, next_R1D, context)[0]
 
     def _decode_context(self, rows: Rows, length: int) -> Context:
         batch = {

@@ -148,7 +148,7 @@ def generation_signatures(
     def stepped(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[jax.Array, Arrays]:
         batch = Batch(rows_of(inputs), tuple(inputs[name] for name in tables))
         kept = unflatten_cache(cache, len(layout.arrays))
-        x_RD, kept = programs.step(weights.apart(arrays), kept, batch, None, None)
+        x_RD, kept = programs.step(weights.apart(arrays), kept, batch)
         return x_RD, flatten_cache(kept)
 
     def prefill(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -157,14 +157,12 @@ def generation_signatures(
 
     def logits(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
         x_RD = inputs["states"]
-        every = jnp.arange(x_RD.shape[0])
-        normed_RD, logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)
+        normed_RD, logits_RV = programs.logits_of(weights.apart(arrays), x_RD)
         return {"normed": normed_RD, "logits": logits_RV}, {}
 
     def decode(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
         x_RD, cache = stepped(arrays, cache, inputs)
-        every = jnp.arange(x_RD.shape[0])
-        logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)[1]
+        logits_RV = programs.logits_of(weights.apart(arrays), x_RD)[1]
         ones_R, zeros_R = jnp.ones_like(inputs["top_p"]), jnp.zeros_like(inputs["top_p"])
         settings = sampling.Settings(
             **{name: inputs[name] for name in FILTERS},

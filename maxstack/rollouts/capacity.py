@@ -20,7 +20,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference import capacity
 from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
-from maxstack.inference.programs import original_paths, prepare_weights
+from maxstack.inference.programs import convert_layer, original_paths, prepare_weights
 from maxstack.inference.roofline import Device, Speed, forward_flops
 from maxstack.plan.fit import shard_bytes
 from maxstack.plan.rollout import Least, Rollout, phases
@@ -173,7 +173,9 @@ def copied_bytes(engine: "Run") -> int:
     makers = {}
     if engine.mesh.size == 1 and engine.mesh.devices.flat[0].platform == "cpu":
         matrices = with_cpu_matrices(engine.graph, state)[1]
-        makers = {path: matrix.convert for path, matrix in matrices.items()}
+        makers = {
+            path: functools.partial(convert_layer, matrix) for path, matrix in matrices.items()
+        }
     params, original = engine.abstract.params, original_paths(engine)
     read = functools.partial(
         prepare_weights, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True

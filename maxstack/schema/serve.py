@@ -26,8 +26,8 @@ class ServeConfig(Section):
     page: SizeInt = 16
     """Tokens per page of the KV cache; requests with a common prefix share pages."""
     cache: PositiveFloat | None = None
-    """KV cache size per replica in GiB; null: enough for max_requests requests of max_length
-    tokens, but at most half of the free memory."""
+    """Maximum KV cache size per replica in GiB, which grows as requests need it; null: enough for
+    max_requests requests of max_length tokens, but at most half of the free memory."""
     cache_dtype: Literal["int8", "fp8"] | None = None
     """Type of cached keys, values and latents, with a scale per token and head; fp8 is
     float8_e4m3fn; null: as the activations. States of recurrent layers keep their type."""
@@ -42,8 +42,9 @@ class ServeConfig(Section):
     places that others leave free."""
     identical: Literal["strict", "check", "any"] = "check"
     """Whether a request gets bitwise equal results whatever else is in its batch. strict: verified
-    at startup on the real shapes, and an error if it does not hold; check: a warning instead; any:
-    not verified, and layers compute as in training."""
+    at startup on the real shapes, and an error if it does not hold; check: verified for each size
+    of step before its first use, and a warning instead; any: not verified, and layers compute as in
+    training."""
     prefix_cache: bool = True
     """Keep the cache pages of finished requests for other requests with the same prefix."""
     snapshot: PositiveInt = 512

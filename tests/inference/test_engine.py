@@ -11,15 +11,16 @@ import parity
 import processes
 import pytest
 import tiers
-from engines import answers, build, finish, outputs_of, reset_engine
+from engines import answers, build, compile_bursts, finish, outputs_of, reset_engine
 from flax import nnx
 
 from maxstack.errors import DataError
-from maxstack.inference.batch_invariance import find_variant_sizes
+from maxstack.inference import programs
+from maxstack.inference.batch_invariance import StepSizes
 from maxstack.inference.engine_setup import OVERRIDES
-from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling
+from maxstack.inference.runner import step_sizes
 from maxstack.inference.score import Rows, logprobs_of
 from maxstack.inference.trained_model import open_model
 
@@ -184,8 +185,7 @@ def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_the_start_finds_no_different_bits_with_a_cache_in_low_precision(dtype):
     engine = engine_of("llama", overrides=cached_in(dtype))
-    layout = Layout.of(engine.cfg.model, engine.cfg.serve)
-    assert find_variant_sizes(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
+    assert StepSizes(engine.programs, engine.cfg.model.vocab, LENGTH).different() == []
 
 
 @pytest.mark.release
@@ -302,6 +302,7 @@ def test_many_steps_at_once_give_the_bits_of_one_at_a_time(name, dtype):
     single, steps = answers_and_ends(engine_of(name, overrides=overrides), prompts, STOPPING)
     assert {*single[1].values()} == {"stop", "length"}
     engine = engine_of(name, overrides=overrides)
+    compile_bursts(engine, lambda engine: answers_and_ends(engine, prompts, STOPPING, STEPS))
     many, fewer = answers_and_ends(engine, prompts, STOPPING, STEPS)
     assert many == single and fewer < 0.7 * steps
     groups = len(engine.scheduler.pools[0])
@@ -353,3 +354,52 @@ def test_equal_prompts_are_computed_once_and_change_no_bit(name, mesh):
     assert [together[0][choice] for choice in range(len(prompts))] == alone
     if not engine._layout.recurrent:
         assert engine.scheduler.hits >= 4 * 10 + 2 * 16
+
+
+def test_programs_are_compiled_by_kind_of_layer_whatever_the_depth():
+    """Gemma 3: five layers with a window, one without, and both again."""
+    engine, _ = built("gemma3", LENGTH, ())
+    answers(engine, random_prompts(9), GREEDY)
+    layers = engine.programs._layers
+    assert len(layers._layers) == engine.cfg.decoder.layers > 2
+    assert [program._cache_size() for program in layers._programs.values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("llama", ()),
+        pytest.param("llama", ("mesh.data=2",), marks=pytest.mark.slow),
+        pytest.param("qwen3_next", (), marks=pytest.mark.slow),
+        pytest.param("gpt_oss", (), marks=pytest.mark.release),
+    ],
+)
+def test_a_cache_that_grows_and_sizes_that_are_tried_change_no_bit(name, mesh, monkeypatch):
+    monkeypatch.setattr(programs, "FEWEST", 4)
+    prompts = random_prompts(19, 1, 26, 7, 30, 3)
+    overrides = [*OVERRIDES, *(mesh or ["mesh.tensor=1"])]
+    engine, limits = build(GOLDENS[name], overrides, LENGTH, on_demand=True, rows=32)
+    assert {*engine.programs.held} == {4}
+    other = build(GOLDENS[name], overrides, LENGTH)[0] if mesh else engine_of(name)
+    assert answers(engine, prompts, STOPPING) == answers(other, prompts, STOPPING)
+    assert min(engine.programs.held) >= 16
+    # Tried once for each size of step and of cache that was used, with the smallest size.
+    used = {size for size, *_ in engine.sizes._tried}
+    assert engine.programs.sizes[0] in used
+    # On several devices matrices lie as XLA wants them, whose products depend on the rows.
+    assert mesh or engine.programs.sizes == step_sizes(limits)
+
+
+def test_what_a_size_with_other_bits_computed_is_computed_again(monkeypatch, caplog):
+    prompts = random_prompts(19, 26, 7)
+    engine, limits = build(GOLDENS["llama"], [*OVERRIDES, "mesh.tensor=1"], LENGTH, on_demand=True)
+    known = StepSizes._logits
+
+    def differing(self, size, *others):
+        rows = known(self, size, *others)
+        return [row + b"." for row in rows] if size == 2 else rows
+
+    monkeypatch.setattr(StepSizes, "_logits", differing)
+    assert answers(engine, prompts, GREEDY) == answers(engine_of("llama"), prompts, GREEDY)
+    assert 2 in step_sizes(limits) and 2 not in engine.programs.sizes
+    assert "are used, so that an answer does not depend on other requests" in caplog.text
