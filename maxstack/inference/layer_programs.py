@@ -10,6 +10,7 @@ Shapes: R rows of all replicas  S slots  W pages of a request at most  D embed.
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,13 @@ class LayerPrograms:
         self.outer = own.outer
 
         def zeros(like: Any) -> jax.Array:
-            return jax.device_put(np.zeros(like.shape, like.dtype), self._whole)
+            # numpy's zeros take memory when they are written, and jax reads an array in place where
+            # it begins at a multiple of 64 bytes: the table of a large vocabulary costs nothing.
+            size = math.prod(like.shape) * like.dtype.itemsize
+            data = np.zeros(size + 64, np.uint8)
+            first = -data.ctypes.data % 64
+            array = data[first : first + size].view(like.dtype).reshape(like.shape)
+            return jax.device_put(array, self._whole, may_alias=True)
 
         own.weights = jax.tree.map(zeros, own.weights)
         batch = jax.device_put(batch)
