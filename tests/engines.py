@@ -44,9 +44,6 @@ class StandIn:
     def abort(self, number):
         self.tasks.pop(number, None)
 
-    def try_next_size(self):
-        return False
-
     @property
     def busy(self):
         return bool(self.tasks)

@@ -218,15 +218,11 @@ class Engine:
         self._fastest = min(self._fastest, time.perf_counter() - began)
         return outputs
 
-    def try_next_size(self) -> bool:
-        """Try one more size of step while no request runs -> whether there was one to try."""
-        size = self.sizes.next_untried() if self.sizes and not self._sequences else None
-        if size is None:
-            return False
-        assert self.sizes
-        if not self.sizes.admit(size):
-            self.scheduler.restart()
-        return True
+    def try_sizes(self) -> None:
+        """Try all sizes of steps, while no request runs."""
+        while self.sizes and (size := self.sizes.next_untried()):
+            if not self.sizes.admit(size):
+                self.scheduler.restart()
 
     def _rows(self, chunks: Sequence[Chunk]) -> int:
         """Return the batched tokens of the fullest replica."""

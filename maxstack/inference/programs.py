@@ -58,9 +58,10 @@ def inference_config(cfg: "Config") -> "Config":
 
 GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
-FEWEST, GROWTH = 64, 4
-"""Pages with which a cache that grows begins, and the factor by which it grows: for each size
-programs are compiled anew."""
+FEWEST, SMALL = 64, 1 << 25
+"""Pages, and bytes of a group's pages, with which a cache that grows begins at least."""
+GROWTH = 4
+"""The factor by which it grows: for each size programs are compiled anew."""
 THREADS = 2
 """Weights that are converted at a time."""
 SCRATCH = 128
@@ -87,7 +88,10 @@ class Programs(Runner):
         spare = 2 * -(-min(limits.rows, max_length, SCRATCH) // limits.page) if on_demand else 0
         super().__init__(layout, limits, max_length, replicas, shardings, ordered, spare)
         if on_demand:
-            self.held = tuple(min(FEWEST, pages) for pages in limits.pages)
+            self.held = tuple(
+                min(most, max(FEWEST, SMALL // max(1, layout.token_bytes(group) * limits.page)))
+                for group, most in enumerate(limits.pages)
+            )
         self._arrays = CacheArrays(self, run.cfg.model.dtype, shardings, ordered)
         self._graph, self._state = run.graph, run.weights.rewrite.state
         self._adapters, self.adapters = adapters, len(adapters.names)

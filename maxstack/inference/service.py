@@ -130,7 +130,9 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm(self) -> None:
-        """Compile the programs that most requests need. Call it before `start`."""
+        """Compile the programs that most requests need, so that the first one waits no longer than
+        the second. Call it before `start`."""
+        self.engine.try_sizes()
         # Each compiles another program: choices alone, log-probabilities, adjusted logits.
         for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
             self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
@@ -274,9 +276,6 @@ class Service:
     def _wait(self) -> bool:
         """Run commands until the engine has work -> False where the thread is to end."""
         while not self._stopped:
-            # While nobody waits, compile what later requests will need.
-            if not self._commands and self.engine.try_next_size():
-                continue
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._commands or self.engine.busy)
                 commands, self._commands = self._commands, []

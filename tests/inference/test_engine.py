@@ -376,6 +376,7 @@ def test_programs_are_compiled_by_kind_of_layer_whatever_the_depth():
 )
 def test_a_cache_that_grows_and_sizes_that_are_tried_change_no_bit(name, mesh, monkeypatch):
     monkeypatch.setattr(programs, "FEWEST", 4)
+    monkeypatch.setattr(programs, "SMALL", 0)
     prompts = random_prompts(19, 1, 26, 7, 30, 3)
     overrides = [*OVERRIDES, *(mesh or ["mesh.tensor=1"])]
     engine, limits = build(GOLDENS[name], overrides, LENGTH, on_demand=True, rows=32)
