@@ -50,7 +50,9 @@ class Served:
         words = ["serve", str(folder), "--port", "0", "--served-model-name", "tiny", *FEW, *options]
         self.output = log
         self.process, address = processes.serve(words, processes.environment(), log)
-        self.http = httpx.Client(base_url=address, headers={"Authorization": f"Bearer {key}"})
+        headers = {"Authorization": f"Bearer {key}"}
+        # The first request of a kind compiles its programs, beside other tests' work.
+        self.http = httpx.Client(base_url=address, headers=headers, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
 
     def complete(self, prompt="Hello", **options):

@@ -111,7 +111,8 @@ def test_collectives_are_those_of_the_program(eight):
 
 def test_the_host_of_a_step_is_told_apart(profile):
     assert {"place batch, start step", "other"} <= profile.host.keys()
-    assert sum(profile.host.values()) < 2 * profile.step_seconds
+    # The host prepares the next step while devices compute, and on a busy machine waits for a core.
+    assert sum(profile.host.values()) < 3 * profile.step_seconds
 
 
 def test_memory_is_that_of_the_compilers_assignment(profile):
