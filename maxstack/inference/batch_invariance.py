@@ -52,10 +52,9 @@ class StepSizes:
                 # The second step reads keys that the first one cached.
                 self._known = self._logits(smallest, 0, 2)
             shown.update()
-            if self._key(smallest) not in self._tried and not self._agrees(smallest, 1):
-                return self.try_all()
-            if not self._agrees(size, 1):
-                return self.try_all()
+            for each in dict.fromkeys((smallest, size)):
+                if self._key(each) not in self._tried and not self._agrees(each, 1):
+                    return self.try_all()
             shown.update()
         return True
 

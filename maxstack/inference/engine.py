@@ -101,10 +101,10 @@ class Engine:
     def compile(self, rows: int) -> None:
         """Compile what a prompt of so many tokens and its answer need, before `take`."""
         sizes = self.programs.sizes
-        for size in dict.fromkeys((sizes[0], next((s for s in sizes if s >= rows), sizes[-1]))):
-            logits_OV = self.programs.compile(size)
-            if logits_OV is not None and size == sizes[0]:
-                self._sampler.tokens(logits_OV, [])
+        needed = next((size for size in sizes if size >= rows), sizes[-1])
+        logits_OV = self.programs.compile([*dict.fromkeys((sizes[0], needed))])
+        if logits_OV is not None:
+            self._sampler.tokens(logits_OV, [])
 
     def take(self, params: Any) -> None:
         """Begin with these weights, which are deleted where others are made of them."""

@@ -120,9 +120,15 @@ def encode(
     """Return the tokens of a text, or with `chat` of a new conversation with this message."""
     if not chat:
         return tokenizer.encode(os.fsencode(text)).tolist()
-    assert template, "messages without a chat template"
     messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": text})
+    return encode_messages(tokenizer, template, [*messages, {"role": "user", "content": text}])
+
+
+def encode_messages(
+    tokenizer: "Tokenizer", template: ChatTemplate | None, messages: Sequence[dict[str, Any]]
+) -> list[int]:
+    """Return the tokens of a conversation, up to where the model's answer begins."""
+    assert template, "messages without a chat template"
     return encode_chat(tokenizer, template.render(to_template_messages(messages)))[0].tolist()
 
 
@@ -152,9 +158,7 @@ class Generator:
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the tokens of a conversation, up to where the model's answer begins."""
-        assert self._template, "messages without a chat template"
-        text = self._template.render(to_template_messages(messages))
-        return encode_chat(self._tokenizer, text)[0].tolist()
+        return encode_messages(self._tokenizer, self._template, messages)
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
         """Yield the answer to a prompt, in pieces as they become certain."""

@@ -1,15 +1,16 @@
 """A step of inference through the layers of a decoder, by a program for each kind of layer.
 
 A decoder repeats a few kinds of blocks. The host calls a kind's program once for each of its layers
-with that layer's weights and cache, so the time to trace and compile does not grow with depth: one
-program of all 30 layers of a 0.1 B model took 11 s for each number of rows, one for a layer 0.6 s,
-and a step is as fast (EXPERIMENTS.md, "A program for a layer"). Where several steps are one program
-(multi_step.py) or a program is exported, `trace` puts the same functions behind each other.
+with that layer's weights and cache, so the time to trace and compile does not grow with depth, and
+a step is about as fast as one program of all layers (EXPERIMENTS.md, "A program for a layer").
+Where several steps are one program (multi_step.py) or a program is exported, `trace` puts the same
+functions behind each other.
 Shapes: R rows of all replicas  S slots  W pages of a request at most  D embed.
 """
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,8 @@ class LayerPrograms:
         )
         self._context: dict[str, Any] = {}
         """Structure of the context that all layers read."""
-        self._layers: list[tuple[Callable[..., tuple[jax.Array, Arrays]], list[jax.Array]]] = []
+        self._layers: list[tuple[int, Callable[..., tuple[jax.Array, Arrays]], Any]] = []
+        """Index, program and weights of each layer."""
         self._programs: dict[Any, Callable[..., Any]] = {}
         # Traced once for a kind, however many layers call it.
         self._traced = jax.jit(self._layer, static_argnums=0)
@@ -78,11 +80,20 @@ class LayerPrograms:
         self._split(model)
         if self._whole:
             # On one device, shardings of other spellings are the same place but other programs.
-            self.weights, layers = jax.device_put(
-                (self.weights, [weights for _, weights in self._layers]), self._whole
-            )
-            programs = [program for program, _ in self._layers]
-            self._layers = [*zip(programs, layers, strict=True)]
+            self._place(lambda weights: jax.device_put(weights, self._whole))
+
+    def stand_in(self, model: Decoder) -> "LayerPrograms":
+        """Return these programs with one layer of each kind and zeros for weights, for a model of
+        shapes: a step of it compiles what a step of the model needs."""
+        own = copy.copy(self)
+        own._split(model)
+        # The compiled functions read the graph from here.
+        self.outer = own.outer
+        # Of each program the first layer.
+        kinds = {program: (i, program, weights) for i, program, weights in reversed(own._layers)}
+        own._layers = [*reversed(kinds.values())]
+        own._place(functools.partial(jax.tree.map, own._zeros))
+        return own
 
     def _split(self, model: Decoder) -> None:
         self._layers = []
@@ -91,8 +102,21 @@ class LayerPrograms:
             # As lists: jax takes trees of Python's classes apart in Python, once a layer and step.
             weights, structure = jax.tree.flatten(state)
             program = self._program(graph, structure, self._layout.owners[i])
-            self._layers.append((program, weights))
+            self._layers.append((i, program, weights))
         self.outer, self.weights = nnx.split(without_blocks(model))
+
+    def _place(self, place: Callable[[Any], Any]) -> None:
+        self.weights = place(self.weights)
+        self._layers = [(i, program, place(weights)) for i, program, weights in self._layers]
+
+    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        # numpy's zeros take memory when they are written, and jax reads an array in place where it
+        # begins at a multiple of 64 bytes: the table of a large vocabulary costs nothing.
+        size = math.prod(like.shape) * like.dtype.itemsize
+        data = np.zeros(size + 64, np.uint8)
+        first = -data.ctypes.data % 64
+        array = data[first : first + size].view(like.dtype).reshape(like.shape)
+        return jax.device_put(array, self._whole, may_alias=True)
 
     def forget(self) -> None:
         """Let the weights go."""
@@ -110,48 +134,12 @@ class LayerPrograms:
         batch = jax.device_put(batch)
         x_R1D, context, extras = self._inputs(self.weights, batch.rows)
         cache = list(cache)
-        for i, (layer, weights) in enumerate(self._layers):
+        for i, layer, weights in self._layers:
             owner, table_SW = self._of(i, batch)
             x_R1D, cache[owner] = layer(
                 weights, cache[owner], table_SW, x_R1D, context, batch.rows, extras[i]
             )
         return x_R1D, cache
-
-    def compile(self, model: Decoder, cache: list[Arrays], batch: Batch) -> tuple[Any, Any]:
-        """Compile the programs of such a step by computing one layer of each kind, for a model of
-        shapes in place of weights -> what a call returns."""
-        own = copy.copy(self)
-        own._split(model)
-        # The compiled functions read the graph from here.
-        self.outer = own.outer
-
-        def zeros(like: Any) -> jax.Array:
-            # numpy's zeros take memory when they are written, and jax reads an array in place where
-            # it begins at a multiple of 64 bytes: the table of a large vocabulary costs nothing.
-            size = math.prod(like.shape) * like.dtype.itemsize
-            data = np.zeros(size + 64, np.uint8)
-            first = -data.ctypes.data % 64
-            array = data[first : first + size].view(like.dtype).reshape(like.shape)
-            return jax.device_put(array, self._whole, may_alias=True)
-
-        own.weights = jax.tree.map(zeros, own.weights)
-        batch = jax.device_put(batch)
-        x_R1D, context, extras = self._inputs(own.weights, batch.rows)
-        cache, seen = list(cache), set()
-        for i, (layer, weights) in enumerate(own._layers):
-            if layer not in seen:
-                seen.add(layer)
-                owner, table_SW = self._of(i, batch)
-                x_R1D, cache[owner] = layer(
-                    [*map(zeros, weights)],
-                    cache[owner],
-                    table_SW,
-                    x_R1D,
-                    context,
-                    batch.rows,
-                    extras[i],
-                )
-        return (own.weights, x_R1D), cache
 
     def trace(
         self, model: Decoder, cache: list[Arrays], batch: Batch

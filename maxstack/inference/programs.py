@@ -162,15 +162,19 @@ class Programs(Runner):
             self._params = self.prepare(params, keep)
             self._layers.load(self._model(self._params))
 
-    def compile(self, size: int) -> jax.Array | None:
+    def compile(self, sizes: Sequence[int]) -> jax.Array | None:
         # On several devices only the loaded weights have the shardings that programs depend on.
         if self._run.mesh.size > 1:
             return None
-        shapes = self._prepared_shapes()
-        batch, _ = self.batch([], size)
-        (weights, x_R1D), self.cache = self._layers.compile(self._model(shapes), self.cache, batch)
-        count = next((count for count in self.outputs if count >= size), self.outputs[-1])
-        return self._head(weights, self._whole(x_R1D), np.zeros(count, np.int32), None)[1]
+        layers = self._layers.stand_in(self._model(self._prepared_shapes()))
+        logits = []
+        for size in sizes:
+            batch, _ = self.batch([], size)
+            x_R1D, self.cache = layers(self.cache, batch)
+            count = next((count for count in self.outputs if count >= size), self.outputs[-1])
+            wanted_O = np.zeros(count, np.int32)
+            logits.append(self._head(layers.weights, self._whole(x_R1D), wanted_O, None)[1])
+        return logits[0]
 
     def _prepared_shapes(self) -> Any:
         params = self._run.abstract.params

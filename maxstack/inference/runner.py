@@ -100,9 +100,9 @@ class Runner:
         """Replace the weights."""
         raise NotImplementedError
 
-    def compile(self, size: int) -> jax.Array | None:
-        """Compile the programs of a step of this size before there are weights -> logits of zeros;
-        None where they cannot be known."""
+    def compile(self, sizes: Sequence[int]) -> jax.Array | None:
+        """Compile the programs of steps of these sizes before there are weights -> logits of zeros
+        of the first size; None where the programs cannot be known."""
         return None
 
     def forward(

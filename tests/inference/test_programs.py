@@ -43,7 +43,7 @@ def test_a_step_on_a_tpu_writes_pages_in_place_which_take_as_many_bytes_as_plan_
     given = jax.tree.map(placed, params), jax.tree.map(placed, cache, cache_shardings(run, layout))
     rows, (table,) = jax.tree.map(placed, programs.batch([])[0])
     programs._layers._split(programs._model(given[0]))
-    ((layer, weights),) = programs._layers._layers
+    ((_, layer, weights),) = programs._layers._layers
     inputs = programs._layers._inputs
     x, context, (extra,) = jax.tree.map(
         placed, jax.eval_shape(inputs, programs._layers.weights, rows)
