@@ -54,9 +54,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 
-# With what README shows: serve, package, images, Parquet files and models of the hub.
+# With what README shows: serve, package, images, Parquet files, GGUF files and models of the hub.
 .venv/installed: .venv/bin/uv pyproject.toml
-	$(INSTALL) '.[hub,images,parquet,serve]'
+	$(INSTALL) '.[gguf,hub,images,parquet,serve]'
 	@touch $@
 
 .venv/test-installed: .venv/bin/uv pyproject.toml

@@ -203,7 +203,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
         return path, model | {"weights": path}
     is_path = storage.kind(path) is not None
     # A folder that is there takes precedence over a model of the hub.
-    of_hub = hub.NAME.fullmatch(name) is not None and not is_path
+    of_hub = hub.is_model_name(name) and not is_path
     if not of_hub and not is_path:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     if of_hub:
@@ -364,7 +364,8 @@ def _with_tokenizer(tree: Node) -> Node:
     local = hub.model_folder(folder.value, weights=False)
     if tokenizer := tokenizer_of(local):
         # The name, not the path in this machine's cache: the record is read on other machines too.
-        if hub.is_model_name(folder.value) or storage.is_url(folder.value):
+        named = hub.is_model_name(folder.value) or hub.is_gguf(folder.value)
+        if named or storage.is_url(folder.value):
             tokenizer["path"] = f"{folder.value}/{Path(tokenizer['path']).name}"
         if given:
             log.warning(

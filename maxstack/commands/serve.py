@@ -153,7 +153,9 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
 def _model_name(args: Namespace) -> str:
     """Return the model's name in the API."""
     folder = Path(args.model)
-    return args.served_model_name or (folder.resolve().name if folder.is_dir() else args.model)
+    # A GGUF file is named without its ending.
+    name = folder.stem if folder.is_file() else folder.resolve().name
+    return args.served_model_name or (name if folder.exists() else args.model)
 
 
 def _read_keys(file: str | None) -> list[bytes]:

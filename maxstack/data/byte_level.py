@@ -44,12 +44,12 @@ class Split(NamedTuple):
 _GPT2 = Split("GPT2Tokenizer", None, {"bos_token": END, "eos_token": END, "unk_token": END})
 # From tokenizer.json of Qwen/Qwen2-7B: contractions; words with the character before them; single
 # digits; punctuation; line ends; spaces.
-_QWEN2_PATTERN = (
+QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = Split(
-    "Qwen2Tokenizer", _QWEN2_PATTERN, {"eos_token": END, "unk_token": END, "pad_token": END}
+    "Qwen2Tokenizer", QWEN2_PATTERN, {"eos_token": END, "unk_token": END, "pad_token": END}
 )
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next")
 SPLITS = {"gpt2": _GPT2} | dict.fromkeys(_QWENS, _QWEN2)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from maxstack.config.compose import presets_dir
 from maxstack.data.copies import local_folder
+from maxstack.data.gguf.folder import folder_of, is_gguf
 from maxstack.errors import ConfigError, DataError, installing, shortened
 from maxstack.strict_json import read_object
 
@@ -26,7 +27,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 PINNED = re.compile(r"(?P<model>[A-Za-z0-9][\w.-]*/[\w.-]+@[0-9a-f]{40})(/(?P<file>[\w.-]+))?")
 """Org/Name@COMMIT, or a file of it."""
 NOWHERE = (
-    "no such folder, and no name of a model of the hub, which is Org/Name or Org/Name@REVISION"
+    "no such folder or .gguf file, and no name of a model of the hub, which is Org/Name or "
+    "Org/Name@REVISION"
 )
 SHARD = re.compile(r"(?!.*\.\.)\w[\w.-]*\.safetensors", re.ASCII)
 """Name of a file with tensors, which is never a path."""
@@ -66,9 +68,10 @@ AT_ONCE = 8
 
 
 def is_model_name(path: str | Path) -> bool:
-    """Return True if a text names a model of the hub, Org/Name or Org/Name@REVISION, and no
-    folder."""
-    return NAME.fullmatch(str(path)) is not None and not os.path.isdir(path)
+    """Return True if a text names a model of the hub, Org/Name or Org/Name@REVISION, and no folder
+    or GGUF file."""
+    named = NAME.fullmatch(str(path)) is not None and not is_gguf(path)
+    return named and not os.path.isdir(path)
 
 
 def pin_commit(name: str) -> str:
@@ -78,8 +81,11 @@ def pin_commit(name: str) -> str:
 
 def resolve_file(path: str) -> str:
     """Return the path itself, with {configs} for the folder of presets, or that of a file of the
-    cache where `path` is Org/Name@COMMIT/FILE."""
+    cache where `path` is Org/Name@COMMIT/FILE or MODEL.gguf/FILE."""
     path = path.replace("{configs}", str(presets_dir()))
+    before, name = os.path.split(path)
+    if is_gguf(before):
+        return str(folder_of(before) / name)
     names = PINNED.fullmatch(path)
     if names is None or not names["file"] or os.path.exists(path):
         return path
@@ -94,9 +100,11 @@ def resolve_file(path: str) -> str:
 
 
 def model_folder(path: str, weights: bool) -> Path:
-    """Return the local folder of a model that is a folder, a folder at a URL or Org/Name of the
-    hub; of the latter two, files that are read are copied to a cache, safetensors only for
-    `weights`."""
+    """Return the local folder of a model that is a folder, a GGUF file, a folder at a URL or
+    Org/Name of the hub; of the latter two, files that are read are copied to a cache, safetensors
+    only for `weights`."""
+    if is_gguf(path):
+        return folder_of(path)
     if is_model_name(path):
         return download_snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()

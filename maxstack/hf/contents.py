@@ -161,7 +161,7 @@ def check_tensors(
         reasons.append(f"unknown {', '.join(unknown[:5])}{and_more(unknown, 5)}")
     if reasons:
         raise DataError(
-            f"{contents.folder.path}: the tensors are not those of {contents.family.architecture} "
+            f"{contents.folder.named}: the tensors are not those of {contents.family.architecture} "
             f"that is wanted: {'; '.join(reasons)}"
         )
 

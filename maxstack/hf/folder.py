@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from maxstack.data import hub
+from maxstack.data.gguf.folder import LINK, is_gguf
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import config_checks
+from maxstack.hf.gguf_tensors import read_tensors
 from maxstack.hf.quantization_config import unpacking
 from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
@@ -66,8 +68,8 @@ OF_WRAPPER = (
 
 
 class Folder:
-    """A folder at a path or URL, or a model of the hub by name, checked. ConfigError for a mistake
-    of its user, DataError for damage.
+    """A folder at a path or URL, a GGUF file, or a model of the hub by name, checked. ConfigError
+    for a mistake of its user, DataError for damage.
 
     From the hub or a URL only files that are read are downloaded, safetensors only with `weights`;
     pickles and code beside them are neither read nor run.
@@ -76,7 +78,9 @@ class Folder:
     def __init__(self, path: str | Path, *, weights: bool = True):
         self.path = hub.model_folder(str(path), weights)
         if not os.path.isdir(self.path):  # False, too, for what can be no path
-            what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
+            what = (
+                "is a file; give a model's folder or .gguf" if os.path.exists(path) else hub.NOWHERE
+            )
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")
         outer = read_object(self.file("config.json"))
         self.config: dict[str, Any] = outer
@@ -90,7 +94,10 @@ class Folder:
             own = self.config[inner]
             self.config = shared | own | {"architectures": own.get("architectures") or []}
             self.has_parts = True
-        self.where = str(self.path / "config.json")
+        self._is_gguf = is_gguf(path)
+        self.named = str(path) if self._is_gguf else str(self.path)
+        """What messages call it: a GGUF file by its own name."""
+        self.where = self.named if self._is_gguf else str(self.path / "config.json")
         self.stem = hub.DIFFUSERS if CLASS_NAME in outer else hub.MODEL
         """Beginning of the names of weight files."""
         # Popped, since it is no key of a family's table.
@@ -106,6 +113,11 @@ class Folder:
         names = sorted(
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
+        if self._is_gguf:
+            raise ConfigError(
+                f"{self.named}: this needs a folder of safetensors; make one of it by `maxstack "
+                "import` and `maxstack export`"
+            )
         if not shards and single not in names:
             # Named only where there is nothing else: training leaves optimizer states beside
             # safetensors.
@@ -146,6 +158,8 @@ class Folder:
     def tensors(self, body: str = "model.") -> dict[str, Tensor]:
         """Return the language model's tensors by the names that it has alone; names of a file that
         holds the bare body get `body` in front."""
+        if self._is_gguf:
+            return read_tensors(self.path / LINK, self.config)
         tensors: dict[str, Tensor] = {**self.raw()}
         if not tensors:
             raise DataError(f"{self.path}: its safetensors hold no tensor")

@@ -150,8 +150,8 @@ def pieces_of(
         bound = bind(contents.family, contents.model, own)
     except ValueError as error:
         raise DataError(
-            f"{contents.folder.path}: holds the weights of another model than the configured one: "
-            f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
+            f"{contents.folder.named}: holds the weights of another model than the configured one: "
+            f"{error}; with `model: {{from: {contents.folder.named}}}` alone, the architecture, "
             "the number of layers and the names of blocks are those of the folder"
         ) from error
     # A head that the run replaces may be there or not.

@@ -8,6 +8,7 @@ from typing import Any
 
 from maxstack.data import byte_level, tiktoken_files
 from maxstack.data.byte_level import read_json, read_special_tokens, token_text
+from maxstack.data.gguf.folder import UNREAD
 from maxstack.errors import quoted
 
 MODEL = "tokenizer.model"
@@ -68,7 +69,9 @@ def _tokenizer_of(folder: Path, *state: object) -> dict[str, Any] | None:
 
 def unread(folder: Path) -> str:
     """Say why `tokenizer_of` gives nothing, and a remedy."""
-    if os.path.lexists(folder / "tokenizer.json"):
+    if (folder / UNREAD).is_file():
+        why = (folder / UNREAD).read_text(encoding="utf-8")
+    elif os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
     elif tiktoken := _of_tiktoken(folder):
         why = tiktoken_files.why_unknown(tiktoken)

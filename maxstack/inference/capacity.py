@@ -174,7 +174,8 @@ def read_config(config: str, overrides: Sequence[str], devices: int) -> tuple["C
 
     def read(words: Sequence[str]) -> Opened:
         is_file = config.endswith((".yml", ".yaml"))
-        if storage.kind(config) == "directory" or (hub.is_model_name(config) and not is_file):
+        named = hub.is_model_name(config) or hub.is_gguf(config)
+        if storage.kind(config) == "directory" or (named and not is_file):
             return config_of(config, words)
         return load(config, words), None
 

@@ -121,11 +121,12 @@ def config_of(
     kind, beside = storage.kind(model), Path("runs") / model
     if kind is None and not (beside / "config.yml").is_file():
         check_no_run_beside(model)
-    if kind != "directory" and not hub.is_model_name(model):
+    is_file = kind == "file" and hub.is_gguf(model)
+    if kind != "directory" and not is_file and not hub.is_model_name(model):
         hint = f"; did you mean {beside}?" if (beside / "config.yml").is_file() else ""
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
-            f"a Hugging Face folder, or such a name{hint}"
+            f"a Hugging Face folder, a .gguf file, or such a name{hint}"
         )
     folder = Path(model)
     if (folder / "hf/source.json").is_file() and not (folder / "config.yml").is_file():

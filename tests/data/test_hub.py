@@ -200,8 +200,11 @@ def test_a_folder_of_that_name_comes_first(server, tmp_path):
             "Some/Llama@v9",
             "Some/Llama: has no revision v9; http://.*/commits lists them",
         ),
-        ("Llama", "Llama: no such folder, and no name of a model of the hub, which is Org/Name"),
-        ("a/b/c", "a/b/c: no such folder, and no name of a model of the hub"),
+        (
+            "Llama",
+            "Llama: no such folder or .gguf file, and no name of a model of the hub, which is",
+        ),
+        ("a/b/c", "a/b/c: no such folder or .gguf file, and no name of a model of the hub"),
         ("./Some/Llama", "no such folder"),
         ("Some/L--lama", "Some/L--lama: no such folder, and no name that the hub allows"),
     ],
