@@ -79,8 +79,9 @@ def write_gguf(path, folder, quantize=None, vocab=None, **changes):
     of that name. `vocab`: metadata of a tokenizer; `changes`: of the metadata, None for absence."""
     config = json.loads((folder / "config.json").read_text())
     metadata = {**metadata_of(config), **tokens_of(config), **(vocab or {})}
+    metadata |= changes
     writer = GGUFWriter(path, metadata.pop("general.architecture"))
-    for key, value in {**metadata, **changes}.items():
+    for key, value in metadata.items():
         _add(writer, key, value)
     for name, array in tensors_of(config, load_file(folder / "model.safetensors")).items():
         kind = GGMLQuantizationType[quantize] if quantize and array.ndim > 1 else None

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from maxstack.data.gguf.tokenizer import merges_of
 from maxstack.data.tokenizers import SPACE
 
 NAMES = "tokenizer.json", "tokenizer_config.json"
@@ -27,18 +28,13 @@ def files_of(path: Path) -> dict[str, Any]:
     special = [i for i in ids if model.is_control(i) or model.is_unknown(i)]
     # A byte is a piece like <0x0A>, which stands for no text of that spelling.
     text = {pieces[i]: i for i in ids if i not in special and not model.is_byte(i)}
-    pairs = sorted(
-        # SentencePiece scores pieces by the order in which it learnt them, the first one highest.
-        (-model.get_score(i), text[piece[:at]], text[piece[at:]], (piece[:at], piece[at:]))
-        for piece, i in text.items()
-        for at in range(1, len(piece))
-        if piece[:at] in text and piece[at:] in text
-    )
+    # SentencePiece scores pieces by the order in which it learnt them, the first one highest.
+    pairs = merges_of(text, [model.get_score(i) for i in ids])
     unknown = pieces[model.unk_id()]
     made: Any = Tokenizer(
         BPE(
             {piece: i for i, piece in enumerate(pieces)},
-            [pair for *_, pair in pairs],
+            pairs,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

@@ -6,6 +6,7 @@ it may change what is computed.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,8 @@ SIZES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+EPSILON = "attention.layer_norm_rms_epsilon"
 WINDOW = {"attention.sliding_window": "sliding_window"}
 USED = {"expert_used_count": "num_experts_per_tok"}
 LOCAL = {"expert_count": "num_local_experts", **USED}
@@ -91,6 +92,13 @@ class Keys:
             for key, value in file.metadata.items()
             if key.startswith(f"{name}.")
         }
+        for key, value in self._left.items():
+            words = key == "rope.scaling.type"
+            numbers = isinstance(value, np.ndarray) or type(value) in (bool, int, float)
+            if (type(value) is not str) if words else not numbers:
+                raise DataError(f"{self._where}: {name}.{key}={quoted(value)}: is no value of it")
+            if type(value) is float and not math.isfinite(value):
+                raise DataError(f"{self._where}: {name}.{key}={value}: is no number")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key; of an array with a value for each layer, which must agree,
@@ -106,11 +114,11 @@ class Keys:
         """Return the value of a key as it is."""
         return self._left.pop(key, None)
 
-    def need(self, key: str) -> Any:
-        """Return the value of a key; DataError where there is none."""
-        if key not in self._left:
-            raise DataError(f"{self._where}: has no {self._name}.{key}, which every model has")
-        return self.get(key)
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a whole number above 0; DataError for another value, or none."""
+        if type(value := self.get(key, default)) is not int or value < 1:
+            raise DataError(f"{self._where}: {self._name}.{key}={value}: must be 1 or more")
+        return value
 
     def expect(self, key: str, *allowed: Any) -> None:
         """ConfigError where a key is there with another value."""
@@ -133,7 +141,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     """Return config.json. ConfigError for an architecture or a key that is not supported, DataError
     for sizes that are missing."""
     _check_kind(file)
-    name = file.metadata.get("general.architecture")
+    name = file.value("general.architecture", str)
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"{file.path}: general.architecture={quoted(name)} is not supported; of GGUF files "
@@ -142,7 +150,11 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     if (table := file.entries.get("token_embd.weight")) is None or len(table.shape) != 2:
         raise DataError(f"{file.path}: has no tensor token_embd.weight, which every model has")
     keys, kind = Keys(file, name), ARCHITECTURES[name]
-    config: dict[str, Any] = {theirs: keys.need(key) for key, theirs in SIZES.items()}
+    config: dict[str, Any] = {theirs: keys.size(key) for key, theirs in SIZES.items()}
+    config["rms_norm_eps"] = keys.get(EPSILON)
+    # Before lists of layers are made.
+    if config["num_hidden_layers"] > len(file.entries):
+        raise DataError(f"{file.path}: has fewer tensors than {name}.block_count")
     if name == "llama":
         kind = _llama(file)
         bias = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
@@ -152,8 +164,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         theirs: value for key, theirs in kind.keys.items() if (value := keys.get(key)) is not None
     }
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
-    config["head_dim"] = keys.get("attention.key_length", config["hidden_size"] // max(heads, 1))
+    config["num_key_value_heads"] = keys.size("attention.head_count_kv", heads)
+    config["head_dim"] = keys.size("attention.key_length", config["hidden_size"] // heads)
     keys.expect("attention.value_length", config["head_dim"])
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.entries
@@ -170,10 +182,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 def _check_kind(file: GgufFile) -> None:
     """ConfigError for a file that is no whole model."""
-    kind, parts = file.metadata.get("general.type", "model"), file.metadata.get("split.count", 1)
-    if kind != "model":
+    kind, parts = file.value("general.type", str), file.value("split.count", int)
+    if kind not in (None, "model"):
         raise ConfigError(f"{file.path}: general.type={quoted(kind)}: is no model")
-    if parts > 1:
+    if parts and parts > 1:
         raise ConfigError(
             f"{file.path}: is one of {parts} parts; join them: llama-gguf-split --merge FIRST OUT"
         )
@@ -181,15 +193,15 @@ def _check_kind(file: GgufFile) -> None:
 
 def _llama(file: GgufFile) -> Architecture:
     """Return which of the models that llama.cpp calls llama a file holds."""
-    if file.metadata.get("llama.expert_count"):
+    if file.value("llama.expert_count", int):
         return MIXTRAL
-    return MISTRAL if file.metadata.get("llama.attention.sliding_window") else LLAMA
+    return MISTRAL if file.value("llama.attention.sliding_window", int) else LLAMA
 
 
 def _positions(file: GgufFile, keys: Keys, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of rotary positions, and of the layers that they differ in."""
     theta, width = keys.get("rope.freq_base", 10_000.0), config["head_dim"]
-    rotated = keys.get("rope.dimension_count", width)
+    rotated = keys.size("rope.dimension_count", width)
     rope = {"rope_theta": theta} | _scaling(file, keys, config)
     if name == "gpt-oss":
         # Published with this setting, which the file does not have.
@@ -232,7 +244,7 @@ def _scaling(file: GgufFile, keys: Keys, config: Mapping[str, Any]) -> dict[str,
     kind = keys.get("rope.scaling.type", "linear")
     factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear", 0.0))
     length = config["max_position_embeddings"]
-    original = keys.get("rope.scaling.original_context_length", length)
+    original = keys.size("rope.scaling.original_context_length", length)
     attention = keys.get("rope.scaling.attn_factor")
     keys.expect("rope.scaling.yarn_ext_factor", 1, -1)
     yarn = {

@@ -13,7 +13,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from maxstack.errors import ConfigError, DataError, installing, quoted
 from maxstack.regular_file import open_regular
 
+V = TypeVar("V")
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 LARGEST_HEADER = 100_000_000
 MOST_DIMS, LONGEST_NAME = 4, 1024
@@ -71,6 +72,14 @@ class GgufFile:
             self.metadata, self.entries = self._read_header()
         except (struct.error, UnicodeDecodeError) as error:
             raise DataError(f"{path}: byte {self._at:,} of the header: {error}") from error
+
+    def value(self, key: str, kind: type[V], default: V | None = None) -> V | None:
+        """Return a value of the metadata. DataError where it is of another kind."""
+        value = self.metadata.get(key, default)
+        # Not isinstance: True is no number.
+        if value is not None and type(value) is not kind:
+            raise DataError(f"{self.path}: {key}={quoted(value)}: must be of type {kind.__name__}")
+        return value
 
     def floats(self, entry: Entry, index: int | None = None) -> np.ndarray:
         """Return a tensor, or one index of its first dimension: a view of the file where it holds

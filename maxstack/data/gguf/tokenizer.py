@@ -7,12 +7,15 @@ result is a piece, the one of the highest score first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from maxstack.data.byte_level import QWEN2_PATTERN
 from maxstack.data.gguf.file import GgufFile
 from maxstack.errors import ConfigError, DataError, quoted
 
+V = TypeVar("V")
 SPACE = "\u2581"
 UNKNOWN, CONTROL = 2, 3
 USER_DEFINED = 4
@@ -49,8 +52,6 @@ class Split(NamedTuple):
     """A word that is a piece is not merged from others."""
     bos: bool = False
     """BOS begins a text where the file does not say it."""
-    composed: bool = False
-    """Texts are brought into Unicode's composed form."""
 
 
 _OF_LLAMA3 = Split(_LLAMA3, whole=True, bos=True)
@@ -59,8 +60,8 @@ SPLITS = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Split(digits=True)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _OF_LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Split(_LLAMA3)),
-    "qwen2": Split(QWEN2_PATTERN, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), Split(QWEN2_PATTERN)),
+    # Without the composed form of texts that Qwen's own files ask for: no reader of GGUF has it.
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), Split(QWEN2_PATTERN)),
     "tekken": Split(_TEKKEN, whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Split(_GPT4O, whole=True)),
 }
@@ -70,12 +71,12 @@ SPLITS = {
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     """Return tokenizer.json, tokenizer_config.json and generation_config.json by name. ConfigError
     for a tokenizer that is not supported, DataError for a damaged one."""
+    model = file.value("tokenizer.ggml.model", str)
+    if model is None or model not in MODELS:
+        raise ConfigError(f"tokenizer.ggml.model={quoted(model)} is none of {', '.join(MODELS)}")
     vocab = _Vocab(file)
-    model = vocab.get("model")
-    if model not in MODELS:
-        raise ConfigError(f"tokenizer.ggml.model={quoted(model)} is not supported")
     made, adds = MODELS[model](vocab)
-    adds = vocab.get("add_bos_token", adds)
+    adds = bool(vocab.get("add_bos_token", bool, adds))
     named = vocab.named(model)
     texts = {f"{name}_token": vocab.tokens[number] for name, number in named.items()}
     bos = named.get("bos")
@@ -86,7 +87,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         **texts,
         "add_bos_token": bool(adds and bos is not None),
         "clean_up_tokenization_spaces": False,
-        **_template(file.metadata),
+        **_template(file),
     }
     ends = [named["eos"]] if "eos" in named else []
     ends += [number for key in ("eot", "eom") if (number := vocab.id(key)) is not None]
@@ -107,18 +108,18 @@ class _Vocab:
     def __init__(self, file: GgufFile):
         self.file = file
         self.tokens: Sequence[str] = self._texts("tokens")
-        kinds = self.get("token_type")
+        kinds = self.get("token_type", np.ndarray)
         self.kinds = [1] * len(self.tokens) if kinds is None else kinds.tolist()
         if len(self.kinds) != len(self.tokens):
             raise self.damage("token_type", f"{len(self.kinds)} kinds of {len(self.tokens)} tokens")
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.file.metadata.get(f"tokenizer.ggml.{key}", default)
+    def get(self, key: str, kind: type[V], default: V | None = None) -> V | None:
+        return self.file.value(f"tokenizer.ggml.{key}", kind, default)
 
     def id(self, name: str, default: int | None = None) -> int | None:
         """Return the id of a special token; None where there is none."""
-        number = self.get(f"{name}_token_id", default)
-        if number is None or type(number) is int and 0 <= number < len(self.tokens):
+        number = self.get(f"{name}_token_id", int, default)
+        if number is None or 0 <= number < len(self.tokens):
             return number
         raise self.damage(f"{name}_token_id", f"{quoted(number)} is no id of {len(self.tokens)}")
 
@@ -149,18 +150,19 @@ class _Vocab:
             for number, kind, text in self.added()
         ]
 
-    def merges(self) -> list[list[str]]:
+    def merges(self) -> list[tuple[str, str]]:
         """Return pairs of pieces, the first to be merged first."""
-        if (merges := self.get("merges")) is None:
+        if (merges := self.get("merges", list)) is None:
             return merges_of({text: i for i, text in enumerate(self.tokens)}, self.scores())
-        # A piece may begin with a space.
-        pairs = [[text[: (at := text.find(" ", 1))], text[at + 1 :]] for text in merges]
-        if odd := [text for text in merges if text.find(" ", 1) < 0]:
-            raise self.damage("merges", f"{quoted(odd[0])} is no pair")
+        pairs = []
+        for text in merges:
+            # A piece may begin with a space.
+            first, _, last = text[1:].partition(" ")
+            pairs.append((text[:1] + first, last))
         return pairs
 
     def scores(self) -> list[float]:
-        scores = self.get("scores")
+        scores = self.get("scores", np.ndarray)
         if scores is None or len(scores) != len(self.tokens):
             raise self.damage("scores", "must be one a token")
         return scores.tolist()
@@ -169,17 +171,16 @@ class _Vocab:
         return DataError(f"{self.file.path}: tokenizer.ggml.{key}: {why}")
 
     def _texts(self, key: str) -> list[str]:
-        texts = self.get(key)
-        if not isinstance(texts, list) or not texts:
-            raise self.damage(key, "is no list of texts")
+        if not (texts := self.get(key, list)):
+            raise self.damage(key, "is absent")
         return texts
 
 
-def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
+def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return all ways to cut a piece into two others, in the order of the scores of the pieces that
     they make, the highest first."""
     pairs = [
-        (-scores[number], number, pieces[piece[:at]], [piece[:at], piece[at:]])
+        (-scores[number], number, pieces[piece[:at]], (piece[:at], piece[at:]))
         for piece, number in pieces.items()
         for at in range(1, len(piece))
         if piece[:at] in pieces and piece[at:] in pieces
@@ -188,13 +189,13 @@ def merges_of(pieces: Mapping[str, int], scores: Sequence[float]) -> list[list[s
 
 
 def _byte_level(vocab: _Vocab) -> tuple[dict[str, Any], bool]:
-    pre = vocab.get("pre")
-    if (split := SPLITS.get(pre)) is None:
+    pre = vocab.get("pre", str)
+    if (split := SPLITS.get(pre or "")) is None:
         raise ConfigError(
             f"tokenizer.ggml.pre={quoted(pre)}, which says how a text is cut into words, is not "
             f"known; known are {', '.join(SPLITS)}"
         )
-    if vocab.get("merges") is None:
+    if not vocab.get("merges", list):
         raise vocab.damage("merges", "is absent")
     level = {"add_prefix_space": False, "trim_offsets": True, "use_regex": split.pattern is None}
     steps: list[dict[str, Any]] = [{"type": "ByteLevel", **level}]
@@ -205,7 +206,6 @@ def _byte_level(vocab: _Vocab) -> tuple[dict[str, Any], bool]:
         steps.insert(0, {"type": "Split", **regex})
     made = _tokenizer(vocab, {"ignore_merges": split.whole})
     made |= {
-        "normalizer": {"type": "NFC"} if split.composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": {"type": "ByteLevel", **level},
     }
@@ -213,14 +213,15 @@ def _byte_level(vocab: _Vocab) -> tuple[dict[str, Any], bool]:
 
 
 def _sentencepiece(vocab: _Vocab) -> tuple[dict[str, Any], bool]:
-    unknown, prefix = vocab.id("unknown", 0), vocab.get("add_space_prefix", True)
+    unknown, prefix = vocab.id("unknown", 0), vocab.get("add_space_prefix", bool, True)
     settings = {
         "unk_token": vocab.tokens[unknown or 0],
         "fuse_unk": True,
         "byte_fallback": "<0x0A>" in vocab.tokens,
     }
-    # llama.cpp, too, knows it by the model alone: the file does not say it.
-    made = _tokenizer(vocab, settings, vocab.file.metadata["general.architecture"] == "phi3")
+    # llama.cpp, too, knows it by the model's name alone.
+    name = (vocab.file.value("general.name", str) or "").lower()
+    made = _tokenizer(vocab, settings, "phi-3" in name or "phi3" in name)
     to_piece = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     to_text = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
@@ -277,13 +278,13 @@ def _bos_first(text: str, number: int) -> dict[str, Any]:
     }
 
 
-def _template(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _template(file: GgufFile) -> dict[str, Any]:
     """Return chat_template of tokenizer_config.json, with further ones by name."""
     key = "tokenizer.chat_template"
-    default = metadata.get(key)
+    default = file.value(key, str)
     further = {
-        name.removeprefix(f"{key}."): text
-        for name, text in metadata.items()
+        name.removeprefix(f"{key}."): file.value(name, str)
+        for name in file.metadata
         if name.startswith(f"{key}.")
     }
     if not further:
