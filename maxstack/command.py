@@ -79,7 +79,8 @@ CONFIG = argument(
 MODEL = argument(
     "model",
     metavar="MODEL",
-    help="run folder, checkpoint, Hugging Face model folder (path or URL), or Org/Name on the hub",
+    help="run folder, checkpoint, Hugging Face model folder (path or URL), .gguf file, "
+    "or Org/Name on the hub",
 )
 TRUST_CODE = argument(
     "--trust-code",

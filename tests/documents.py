@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import parity
+from gguf_files import write_gguf
 from json_lines import lines_of_texts, write_rows
 from PIL import Image
 from tokenizer_files import of_words
@@ -133,6 +134,8 @@ def make_folder(folder: Path) -> None:
     for name in ("golden.npz", "greedy.npz"):
         (model / name).unlink()
     write_tokenizer(model)
+    chat = {"tokenizer.chat_template": "12{{ messages[0].content }}"}
+    write_gguf(folder / "SmolLM2-135M-Instruct.Q4_1.gguf", parity.GOLDENS / "qwen3", vocab=chat)
     shutil.copytree(parity.GOLDENS / "adapters" / "dora-qwen3", folder / "adapter")
     (folder / "adapter" / "golden.npz").unlink()
     for run in ("mine", "quickstart", "tuned"):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import documents
 import processes
@@ -88,6 +89,7 @@ LATER = (
     "maxstack stop",
 )
 """Commands that need what one before them on their page makes, or that take seconds."""
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MAKE = ("make", "-n", f"PYTHON={sys.executable}")
 INSTEAD = {
     "--step 400": "--step 0",
@@ -329,6 +331,26 @@ def test_a_page_works_from_top_to_bottom(page, here):
             else:
                 command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
                 processes.run(command, os.environ | ENVIRONMENT)
+
+
+@pytest.mark.release
+def test_make_chat_answers_in_a_terminal(tmp_path):
+    """With the wheel from PyPI, in this environment."""
+    own = [f"BIN={Path(sys.executable).parent}", f"SMOLLM2={tmp_path}/{SMOLLM2}"]
+    made = [word for file in (".venv/installed", ".venv/bin/uv") for word in ("-o", file)]
+    # Not the flags of tests either, by which programs compile soon and run slowly.
+    names = {"BROWSER", "DISPLAY", "WAYLAND_DISPLAY", "XLA_FLAGS"}
+    env = {key: value for key, value in os.environ.items() if key not in names}
+    answer = subprocess.run(
+        ["make", *made, *own, "chat", "ARGS=serve.max_length=512"],
+        cwd=ROOT,
+        env=env | {"SSH_CONNECTION": "1"},
+        input="What is the capital of France?\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "Paris" in answer.stdout, answer.stderr
 
 
 def serve(words, log):

@@ -55,8 +55,8 @@ ARCHITECTURE = argument(
     argument(
         "folder",
         metavar="FOLDER",
-        help="folder or URL with config.json and safetensors files, or a model on the hub: "
-        "Org/Name or Org/Name@REVISION",
+        help="folder or URL with config.json and safetensors files, a .gguf file, or a model on "
+        "the hub: Org/Name or Org/Name@REVISION",
     ),
     OVERRIDES,
     argument("--out", required=True, metavar="RUN", type=local_folder, help="run folder to create"),

@@ -3,7 +3,11 @@ Protocol."""
 
 import functools
 import logging
+import os
+import sys
+import threading
 import time
+import webbrowser
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +40,8 @@ MOST_KEYS = 1 << 20
 """Bytes of a file of keys."""
 LONGEST_KEY = 1024
 """Bytes of a key."""
+TEMPERATURE = 0.3
+"""Of a conversation that --open begins: a small model, which a newcomer tries, wanders at 1."""
 log = logging.getLogger(__name__)
 
 
@@ -48,9 +54,9 @@ log = logging.getLogger(__name__)
         "words",
         nargs="+",
         metavar="FOLDER",
-        help="run folder, checkpoint, Hugging Face model folder (path or URL), or Org/Name on the "
-        "hub; or any number of packages or folders of package versions. Arguments of the form "
-        "key=value override config values, such as model.dtype=float32; parsed as YAML",
+        help="run folder, checkpoint, Hugging Face model folder (path or URL), .gguf file, or "
+        "Org/Name on the hub; or any number of packages or folders of package versions. Arguments "
+        "of the form key=value override config values, such as model.dtype=float32; parsed as YAML",
     ),
     *serve_connections.FLAGS,
     TRUST_CODE,
@@ -73,6 +79,12 @@ log = logging.getLogger(__name__)
         metavar="NAME",
         help="format of tool calls: hermes, llama3, mistral or none (default: detected from the "
         "chat template)",
+    ),
+    argument(
+        "--open",
+        action="store_true",
+        help="open the page in this machine's browser; where there is none, chat in the terminal "
+        "in place of serving",
     ),
     *FLAGS,
     WEIGHTS,
@@ -97,7 +109,33 @@ def main(args: Namespace) -> None:
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: give one model, or any number of packages")
     (args.model,) = folders
+    if args.open and not _has_browser():
+        log.warning("no browser here: chat in the terminal, and end it with Ctrl-D")
+        return _chat_in_terminal(args)
     _serve(args, keys)
+
+
+def _has_browser() -> bool:
+    """Return True where a page can be shown to whoever gave the command."""
+    if "BROWSER" in os.environ:
+        return True
+    # Over SSH a browser would open on the wrong screen, and one of text cannot run the page.
+    screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if "SSH_CONNECTION" in os.environ or not screen:
+        return False
+    try:
+        webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return True
+
+
+def _chat_in_terminal(args: Namespace) -> None:
+    from maxstack.commands import generate
+
+    template = ["--chat-template", args.chat_template] if args.chat_template else []
+    calm = ["--temperature", str(TEMPERATURE)]
+    generate.main([args.model, "--chat", *calm, *template, *model_overrides(args)])
 
 
 def _check_installed() -> None:
@@ -141,13 +179,23 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         Access(keys, LOOPBACK if args.host in LOOPBACK else ()),
         int(time.time()),
     )
+
     serve(
         make_app(state),
         listener,
-        lambda origin: f"{name}: {origin}/v1, and in a browser {origin}",
+        functools.partial(_announce, name, args.open),
         service.drain,
         args.grace,
     )
+
+
+def _announce(name: str, opens: bool, origin: str) -> str:
+    """Return the line that tells the server's address, and open its page if asked to."""
+    if opens:
+        page = f"{origin}/#temperature={TEMPERATURE}"
+        # In a thread, since some browsers return only once they are closed.
+        threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+    return f"{name}: {origin}/v1, and in a browser {origin}"
 
 
 def _model_name(args: Namespace) -> str:

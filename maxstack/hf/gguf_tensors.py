@@ -6,6 +6,9 @@ all experts of a layer in one tensor. Blocks are dequantized at each call, one t
 time, so the weights are never in memory twice.
 """
 
+import functools
+import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +21,7 @@ from maxstack.data.gguf.file import FLOATS, Entry, GgufFile
 from maxstack.errors import DataError
 from maxstack.hf.tensors import Tensor
 
+log = logging.getLogger(__name__)
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -129,7 +133,17 @@ def read_tensors(path: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     ConfigError for a quantization that cannot be read."""
     file = GgufFile(path)
     file.check_sizes()
+    packed = {entry.kind: entry for entry in file.entries.values() if entry.kind not in FLOATS}
+    if packed:
+        numbers = sum(math.prod(entry.shape) for entry in file.entries.values())
+        kinds = ", ".join(sorted(file.kind_name(entry) for entry in packed.values()))
+        _say(str(path.resolve()), f"{kinds}, {numbers * 4 / 1e9:.2f} GB as float32")
     return dict(_weights(file, config))
+
+
+@functools.cache
+def _say(where: str, what: str) -> None:
+    log.warning("%s: holds %s, as which it is computed unless a dtype is given", where, what)
 
 
 def _weights(file: GgufFile, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -156,8 +156,9 @@ class StackConfig(ModelPart):
     norm: NormConfig = NormConfig()
     """Final norm, before the head."""
     weights: str | None = None
-    """Weights that a new run starts from: a Hugging Face folder, at a path or URL, or a model on
-    the Hugging Face Hub at a commit (Org/Name@COMMIT); set by `from:`. null: random weights."""
+    """Weights that a new run starts from: a Hugging Face folder, at a path or URL, a .gguf file, or
+    a model on the Hugging Face Hub at a commit (Org/Name@COMMIT); set by `from:`. null: random
+    weights."""
     init_scale: PositiveFloat = 1.0
     """Factor by which the standard deviation of every initial matrix is multiplied. At 1 it is
     1/sqrt(fan in), divided by sqrt(2 layers) for residual outputs."""

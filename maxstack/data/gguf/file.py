@@ -110,6 +110,10 @@ class GgufFile:
                 "dequantize; use another quantization of the model"
             ) from error
 
+    def kind_name(self, entry: Entry) -> str:
+        """Return the name of a tensor's type."""
+        return _package(self.where(entry)).GGMLQuantizationType(entry.kind).name
+
     def where(self, entry: Entry) -> str:
         """File and name, for messages."""
         return f"{self.path}: tensor {entry.name}"
