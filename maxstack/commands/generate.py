@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> None:
     if args.system and not args.chat:
         raise ConfigError("--system: needs --chat")
     check_writable("--out", args.out)
-    from maxstack.inference.engine_setup import chat_template, start
+    from maxstack.inference.engine_setup import First, chat_template, start
     from maxstack.inference.generation import Generator, check_prompts, encode, read_prompts
     from maxstack.inference.request import Sampling
     from maxstack.inference.trained_model import config_of
@@ -136,11 +136,11 @@ def main(args: argparse.Namespace) -> None:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: list[int] = []
 
-    def check(tokenizer: Any, vocab: int) -> int:
+    def check(tokenizer: Any, vocab: int) -> First:
         check_prompts(args.model, tokenizer, vocab, rows, reads_text)
         if text is not None:
             prompt.extend(encode(tokenizer, template, text, args.chat, args.system))
-        return len(prompt)
+        return First(max(1, len(prompt)), args.max_tokens, args.temperature > 0)
 
     served = start(args.model, model_overrides(args), args.adapter, check)
     generator = Generator(

@@ -58,7 +58,7 @@ def keep_programs(folder: str | None, named: bool = False) -> None:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", named)
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         # jax keeps only programs that took a second or more; a start compiles many smaller ones.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

@@ -68,15 +68,16 @@ class Piece:
         """Write the values at `index`, without the slab's lead, into `out`."""
         # numpy reads only the pages of the map that the index needs.
         if self.bound.experts is None:
-            out[...] = self._view(None)[index]
+            out[...] = self.view()[index]
             return
         # One expert at a time: of packed weights `array` would otherwise unpack all experts at
         # once.
         experts = range(*index[0].indices(self.bound.experts))
         for slab, expert in zip(out, experts, strict=True):
-            slab[...] = self._view(expert)[index[1:]]
+            slab[...] = self.view(expert)[index[1:]]
 
-    def _view(self, expert: int | None) -> np.ndarray:
+    def view(self, expert: int | None = None) -> np.ndarray:
+        """Return the slab, or that of an expert, in our layout; a view of the file if possible."""
         return self.bound.row.ours(self.target.part, self.tensor.array(expert), self.bound.sizes)
 
 
@@ -92,7 +93,7 @@ class ResizedPositions(Piece):
 
     def fill(self, out: np.ndarray, index: Index) -> None:
         # Every new position depends on several old ones, so the whole table is made for any index.
-        table = self._view(None).astype(np.float32)
+        table = self.view().astype(np.float32)
         before, patches = table[: self.before], table[self.before :]
         sides = (math.isqrt(rows) for rows in (len(patches), self.rows - self.before))
         weights = bicubic(*sides)
@@ -110,7 +111,7 @@ class ExtendedTable(Piece):
     """Rows in all afterwards."""
 
     def fill(self, out: np.ndarray, index: Index) -> None:
-        out[...] = with_rows(self._view(None), self.new, self.rows)[index]
+        out[...] = with_rows(self.view(), self.new, self.rows)[index]
 
 
 def bicubic(old: int, new: int) -> np.ndarray:

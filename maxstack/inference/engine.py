@@ -26,7 +26,7 @@ from maxstack.inference.request import Chunk, Output, Sampling, Token, TokenSequ
 from maxstack.inference.runner import Batch, ChunkTokens, Runner
 from maxstack.inference.sampler import LogitsRow, Sampler
 from maxstack.inference.sampling import is_adjusted
-from maxstack.inference.scheduler import Scheduler
+from maxstack.inference.scheduler import Scheduler, sizes_of_prompt
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -52,17 +52,18 @@ class Engine:
         limits: Limits,
         max_length: int,
         adapters: Adapters = Adapters(),  # noqa: B008 (it holds nothing)
-        on_demand: bool = False,
+        on_demand: int | None = None,
     ):
         """`run` is assembled from `programs.inference_config(cfg)`. `params` are taken over, and
         deleted where they are replaced; None: `load` brings them. `on_demand`: pages are allocated
-        and sizes of steps are tried (serve.identical) as requests need them."""
+        and sizes of steps are tried (serve.identical) as requests need them, the first pages for a
+        request of so many tokens."""
         platform = run.mesh.devices.flat[0].platform
         layout = Layout.of(run.cfg.decoder, run.cfg.serve, platform)
         programs = Programs(run, layout, limits, max_length, adapters, on_demand)
         programs.load(params)
         self._init(run.cfg, layout, programs, max_length, adapters.names)
-        if on_demand:
+        if on_demand is not None:
             asked = run.cfg.serve.identical
             self.sizes = StepSizes(programs, run.cfg.decoder.vocab, max_length, asked)
 
@@ -98,17 +99,12 @@ class Engine:
         self.drafted = self.accepted = 0
         self._fastest = math.inf
 
-    def compile(self, rows: int) -> None:
-        """Compile what a prompt of so many tokens and its answer need, before `take`."""
-        sizes = self.programs.sizes
-        needed = next((size for size in sizes if size >= rows), sizes[-1])
-        logits_OV = self.programs.compile([*dict.fromkeys((sizes[0], needed))])
-        if logits_OV is not None:
-            self._sampler.tokens(logits_OV, [])
-
-    def take(self, params: Any) -> None:
-        """Begin with these weights, which are deleted where others are made of them."""
-        self.programs.load(params)
+    def compile(self, prompt: int, draws: bool = True) -> None:
+        """Compile what a prompt of so many tokens and its answer need, before there are weights.
+        `draws`: not all its tokens are the likeliest ones."""
+        logits = self.programs.compile(sizes_of_prompt(self.programs.sizes, prompt))
+        if logits:
+            self._sampler.compile(logits[0], draws)
 
     def load(self, params: Any) -> None:
         """Replace the weights by others, which the caller keeps, or None to forget them. Nothing

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxstack.data.byte_level import read_json
 from maxstack.data.chat import (
@@ -25,7 +25,7 @@ from maxstack.data.chat import (
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
-from maxstack.inference.trained_model import config_of, read_weights
+from maxstack.inference.trained_model import config_of, read_layers, read_weights
 from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
@@ -51,6 +51,18 @@ USUAL = 2048
 """serve.max_length of a model that does not state its length."""
 
 
+class First(NamedTuple):
+    """The first request, as far as it is known before weights are read: what is compiled while they
+    are, and how large a cache to begin with."""
+
+    prompt: int = 1
+    """Tokens."""
+    answer: int = 0
+    """Tokens at most."""
+    draws: bool = True
+    """False: each token is the likeliest."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Served:
     """A model with an engine."""
@@ -74,12 +86,12 @@ def start(
     model: str,
     overrides: Sequence[str],
     adapter: str | None = None,
-    check: Callable[["Tokenizer | None", int], int] = lambda tokenizer, vocab: 1,
+    check: Callable[["Tokenizer | None", int], First] = lambda tokenizer, vocab: First(),
 ) -> Served:
     """Set up the engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
     serve.adapters and `adapter`, the name of one of them or a folder, which is its own name.
-    `check` returns the tokens of the first prompt, as far as they are known, and may raise for the
-    tokenizer and the size of the vocabulary, before weights are read.
+    `check` returns the first request, and may raise for the tokenizer and the size of the
+    vocabulary, before weights are read.
     ConfigError where the model cannot generate or does not fit."""
     import jax
 
@@ -95,7 +107,7 @@ def start(
     layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
     longest = max_length_of(cfg, own, folder)
     tokenizer, stop_tokens = open_model_tokenizer(cfg, own, folder)
-    rows = check(tokenizer, cfg.decoder.vocab)
+    first = check(tokenizer, cfg.decoder.vocab)
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs
@@ -113,12 +125,17 @@ def start(
     adapters = read_adapters(run, params, folders) if folders else Adapters()
     free = _free(run, layout, adapters.weights)
     limits, max_length = make_limits(cfg, layout, longest, free)
-    engine = Engine(run, params, limits, max_length, adapters, on_demand=True)
+    length = min(max_length, first.prompt + first.answer)
+    engine = Engine(run, params, limits, max_length, adapters, on_demand=length)
     if params is None:
         # The compiler and the disk work at the same time.
         with ThreadPoolExecutor(1, "compiler") as compiler:
-            compiling = compiler.submit(engine.compile, rows)
-            engine.take(read_weights(model, run, own))
+            compiling = compiler.submit(engine.compile, first.prompt, first.draws)
+            kept = engine.programs.kept() if own is None else None
+            if kept is None:
+                engine.programs.load(read_weights(model, run, own))
+            else:
+                engine.programs.load_prepared(read_layers(run, kept))
             compiling.result()
     if cfg.serve.identical == "strict" and engine.sizes:
         engine.sizes.try_all()

@@ -11,7 +11,6 @@ Shapes: R rows of all replicas  S slots  W pages of a request at most  D embed.
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,18 +81,25 @@ class LayerPrograms:
             # On one device, shardings of other spellings are the same place but other programs.
             self._place(lambda weights: jax.device_put(weights, self._whole))
 
-    def stand_in(self, model: Decoder) -> "LayerPrograms":
-        """Return these programs with one layer of each kind and zeros for weights, for a model of
-        shapes: a step of it compiles what a step of the model needs."""
+    def compile(self, model: Decoder, cache: list[dict[str, Any]], batch: Batch) -> tuple[Any, Any]:
+        """Compile what a step needs, for shapes of a model and of the cache -> shapes of `weights`
+        and of the residual stream after the last block."""
         own = copy.copy(self)
         own._split(model)
         # The compiled functions read the graph from here.
         self.outer = own.outer
-        # Of each program the first layer.
-        kinds = {program: (i, program, weights) for i, program, weights in reversed(own._layers)}
-        own._layers = [*reversed(kinds.values())]
-        own._place(functools.partial(jax.tree.map, own._zeros))
-        return own
+        placed = functools.partial(shape, sharding=self._whole)
+        own._place(functools.partial(jax.tree.map, placed))
+        x_R1D, context, extras = compile_ahead(self._inputs, own.weights, batch.rows)
+        compiled = set()
+        for i, layer, weights in own._layers:
+            owner, table_SW = self._of(i, batch)
+            given = weights, cache[owner], table_SW, x_R1D, context, batch.rows, extras[i]
+            kind = layer, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given))
+            if kind not in compiled:
+                compiled.add(kind)
+                x_R1D, _ = compile_ahead(layer, *given)
+        return own.weights, x_R1D
 
     def _split(self, model: Decoder) -> None:
         self._layers = []
@@ -108,15 +114,6 @@ class LayerPrograms:
     def _place(self, place: Callable[[Any], Any]) -> None:
         self.weights = place(self.weights)
         self._layers = [(i, program, place(weights)) for i, program, weights in self._layers]
-
-    def _zeros(self, like: jax.ShapeDtypeStruct) -> jax.Array:
-        # numpy's zeros take memory when they are written, and jax reads an array in place where it
-        # begins at a multiple of 64 bytes: the table of a large vocabulary costs nothing.
-        size = math.prod(like.shape) * like.dtype.itemsize
-        data = np.zeros(size + 64, np.uint8)
-        first = -data.ctypes.data % 64
-        array = data[first : first + size].view(like.dtype).reshape(like.shape)
-        return jax.device_put(array, self._whole, may_alias=True)
 
     def forget(self) -> None:
         """Let the weights go."""
@@ -213,6 +210,19 @@ class LayerPrograms:
                 x_R1D, dataclasses.replace(context, cache=kept), extra_R1P
             )
         return x_R1D, kept.arrays
+
+
+def shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array on the host or on devices, with its sharding or this one."""
+    sharding = sharding or getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+
+def compile_ahead(function: Any, *given: Any) -> Any:
+    """Compile a jitted function for arguments that may be shapes -> shapes of its results. A call
+    with such arguments compiles nothing more."""
+    compiled = function.lower(*given).compile()
+    return jax.tree.map(shape, compiled.out_info, compiled.output_shardings)
 
 
 def without_blocks(model: Decoder) -> Decoder:

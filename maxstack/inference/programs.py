@@ -21,9 +21,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.hardware.compiling import in_order, sparing
+from maxstack.hf.layer_reader import Kept
 from maxstack.inference import multi_step
 from maxstack.inference.cache_arrays import CacheArrays, cache_shardings
-from maxstack.inference.layer_programs import LayerPrograms
+from maxstack.inference.layer_programs import LayerPrograms, compile_ahead, shape
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
 from maxstack.inference.page_cache import Limits
@@ -58,7 +59,7 @@ def inference_config(cfg: "Config") -> "Config":
 
 GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
-FEWEST, SMALL = 64, 1 << 25
+FEWEST, SMALL = 16, 1 << 23
 """Pages, and bytes of a group's pages, with which a cache that grows begins at least."""
 GROWTH = 4
 """The factor by which it grows: for each size programs are compiled anew."""
@@ -78,18 +79,24 @@ class Programs(Runner):
         limits: Limits,
         max_length: int,
         adapters: "Adapters",
-        on_demand: bool = False,
+        on_demand: int | None = None,
     ):
-        """`on_demand`: the cache begins small and grows up to `limits.pages`, and has room for
-        texts on which sizes of steps are tried (batch_invariance.py)."""
+        """`on_demand`: the cache begins with room for so many tokens, grows up to `limits.pages`,
+        and has room for texts on which sizes of steps are tried (batch_invariance.py)."""
         self._run = run
         replicas, ordered = parts(run.cfg.mesh.rules["batch"], run.mesh.shape), in_order(run.mesh)
         shardings = cache_shardings(run, layout)
-        spare = 2 * -(-min(limits.rows, max_length, SCRATCH) // limits.page) if on_demand else 0
+        spare = 0
+        if on_demand is not None:
+            spare = 2 * -(-min(limits.rows, max_length, SCRATCH) // limits.page)
         super().__init__(layout, limits, max_length, replicas, shardings, ordered, spare)
-        if on_demand:
+        if on_demand is not None:
+            # Few numbers of pages, since programs are compiled for each.
+            pages = FEWEST
+            while pages * limits.page < on_demand:
+                pages *= GROWTH
             self.held = tuple(
-                min(most, max(FEWEST, SMALL // max(1, layout.token_bytes(group) * limits.page)))
+                min(most, max(pages, SMALL // max(1, layout.token_bytes(group) * limits.page)))
                 for group, most in enumerate(limits.pages)
             )
         self._arrays = CacheArrays(self, run.cfg.model.dtype, shardings, ordered)
@@ -162,23 +169,45 @@ class Programs(Runner):
             self._params = self.prepare(params, keep)
             self._layers.load(self._model(self._params))
 
-    def compile(self, sizes: Sequence[int]) -> jax.Array | None:
+    def compile(self, sizes: Sequence[int]) -> list[Any]:
         # On several devices only the loaded weights have the shardings that programs depend on.
         if self._run.mesh.size > 1:
-            return None
-        layers = self._layers.stand_in(self._model(self._prepared_shapes()))
+            return []
+        model, cache = self._model(self._prepared_shapes()), jax.tree.map(shape, self.cache)
         logits = []
         for size in sizes:
             batch, _ = self.batch([], size)
-            x_R1D, self.cache = layers(self.cache, batch)
-            count = next((count for count in self.outputs if count >= size), self.outputs[-1])
-            wanted_O = np.zeros(count, np.int32)
-            logits.append(self._head(layers.weights, self._whole(x_R1D), wanted_O, None)[1])
-        return logits[0]
+            weights, x_R1D = self._layers.compile(model, cache, batch)
+            x_RD = compile_ahead(self._whole, x_R1D)
+            wanted_O = np.zeros(min(size, self.outputs[-1]), np.int32)
+            logits.append(compile_ahead(self._head, weights, x_RD, wanted_O, None)[1])
+        return logits
 
     def _prepared_shapes(self) -> Any:
         params = self._run.abstract.params
         return jax.eval_shape(lambda params: self.prepare(params, keep=True), params)
+
+    def kept(self) -> dict[str, Kept] | None:
+        run = self._run
+        # Sharded, quantized and adapted weights are made of arrays on the devices.
+        if run.mesh.size > 1 or run.weights.rewrite.replaced or self._adapters.specs:
+            return None
+        uses, dtype = _uses(self._state), np.dtype(run.cfg.model.dtype)
+        kept = {}
+        for path, leaf in run.weights.original.items():
+            matrix = self._matrices.get(path)
+            own = dtype if uses[path] else leaf.dtype
+            lay = matrix.convert if matrix else None
+            kept[path] = Kept(leaf.shape, own, path.startswith("blocks/"), lay)
+        return kept
+
+    def load_prepared(self, weights: Mapping[str, Any]) -> None:
+        self.load(None)
+        named = {
+            f"{path}/kept" if path in self._matrices else path: own for path, own in weights.items()
+        }
+        self._params = tree(named)
+        self._layers.load(self._model(self._params))
 
     def prepare(self, params: Any, keep: bool) -> Any:
         """Return the weights of the run as steps read them; see `prepare_weights`."""
@@ -240,7 +269,7 @@ class Programs(Runner):
         if key not in self._compiled:
             # In the background: this one program of all layers takes as long to compile as they are
             # many, and single steps give the same tokens meanwhile.
-            lowered = functools.partial(self._multi_step.lower, *jax.tree.map(_shape, given), top)
+            lowered = functools.partial(self._multi_step.lower, *jax.tree.map(shape, given), top)
             self._compiled[key] = self._compiler.submit(lambda: lowered().compile())
         if not self._compiled[key].done():
             return None
@@ -312,18 +341,17 @@ class Programs(Runner):
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(
-        np.shape(x), np.asarray(x).dtype if sharding is None else x.dtype, sharding=sharding
-    )
-
-
 def original_paths(run: "Run") -> set[str]:
     """Return the paths of weights that are kept in the compute dtype: the model's own, not
     adapters."""
     own = {*weights_of(run.cfg.model)}
     return own | {f"{path}/base" for path in run.weights.rewrite.adapted}
+
+
+def _uses(state: nnx.State) -> dict[str, str | None]:
+    """Return what each weight is used for, by path."""
+    pairs = nnx.to_flat_state(state)
+    return {"/".join(map(str, path)): param.get_metadata().get("use") for path, param in pairs}
 
 
 def convert_layer(matrix: "CpuMatrix", weight: jax.Array, layer: Any = None) -> jax.Array:
@@ -342,10 +370,7 @@ def prepare_weights(
     """Return the weights as steps of inference read them: stacks of the pattern's repetitions as
     tuples, `original` weights that are multiplied in the compute dtype, and matrices converted by
     the `makers` of their paths (`convert_layer`). Replaced arrays are deleted, unless `keep`."""
-    uses = {
-        "/".join(map(str, path)): param.get_metadata().get("use")
-        for path, param in nnx.to_flat_state(state)
-    }
+    uses = _uses(state)
 
     def prepared(path: str, array: jax.Array) -> tuple[str, Any]:
         kept: Any = array

@@ -7,7 +7,7 @@ Shapes: R rows of all replicas  O outputs  S slots  W pages of a request at most
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
 from maxstack.inference.page_cache import Limits, PageCopy, StateCopy
 from maxstack.layers.cache import Rows
+
+if TYPE_CHECKING:
+    from maxstack.hf.layer_reader import Kept
 
 OUTPUTS = 128
 """Rows whose logits are computed at a time."""
@@ -100,10 +103,19 @@ class Runner:
         """Replace the weights."""
         raise NotImplementedError
 
-    def compile(self, sizes: Sequence[int]) -> jax.Array | None:
-        """Compile the programs of steps of these sizes before there are weights -> logits of zeros
-        of the first size; None where the programs cannot be known."""
+    def kept(self) -> "dict[str, Kept] | None":
+        """Return how each weight of a folder is kept, for `load_prepared`; None where weights can
+        only be made of those of a run."""
         return None
+
+    def load_prepared(self, weights: Mapping[str, Any]) -> None:
+        """Take weights by path, as `kept` describes them, for the first time."""
+        raise NotImplementedError
+
+    def compile(self, sizes: Sequence[int]) -> list[Any]:
+        """Compile the programs of steps of these sizes before there are weights -> shapes of the
+        logits; none where the programs cannot be known."""
+        return []
 
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None

@@ -53,10 +53,20 @@ class Sampler:
     def __init__(self, vocab: int, max_length: int):
         self._vocab, self._max_length = vocab, max_length
         self._choose = jax.jit(in_groups(sampling.choose, GROUP))
+        # Compiled in a tenth of the time.
+        self._likeliest = jax.jit(sampling.likeliest)
         # No groups here: nothing is summed over the vocabulary, so rows do not depend on their
         # number.
         self._adjust = jax.jit(sampling.adjust)
         self._logprobs = jax.jit(logprobs, static_argnums=3)
+
+    def compile(self, logits_OV: Any, draws: bool) -> None:
+        """Compile what chooses tokens by logits of this shape; `draws`: not the likeliest alone."""
+        if draws:
+            settings = sampling.pack_settings([None] * logits_OV.shape[0])
+            self._choose.lower(logits_OV, settings).compile()
+        else:
+            self._likeliest.lower(logits_OV).compile()
 
     def tokens(self, logits_OV: Any, wanted: Sequence[LogitsRow]) -> list[Token]:
         """Return the token after each wanted row, with log-probabilities where its request asks for
@@ -73,7 +83,11 @@ class Sampler:
         settings = sampling.pack_settings(rows)
         # Rows of prompts are chosen for as well, greedily, and replaced: fewer rows would be
         # another shape.
-        chosen = np.array(self._choose(self._adjusted(logits_OV, settings, wanted), settings))
+        adjusted_OV = self._adjusted(logits_OV, settings, wanted)
+        if settings.temperature.any():
+            chosen = np.array(self._choose(adjusted_OV, settings))
+        else:
+            chosen = np.array(self._likeliest(adjusted_OV))
         for i, row in enumerate(wanted):
             if row.target is not None:
                 chosen[i] = row.target

@@ -161,7 +161,7 @@ def choose(logits_OV: jax.Array, settings: Settings) -> jax.Array:
         kept_OV &= weights_OV >= settings.min_p[:, None]
         return _draw(jnp.where(kept_OV, weights_OV, 0), _uniforms(settings))
 
-    greedy_O = _likeliest(logits_OV)
+    greedy_O = likeliest(logits_OV)
     drawn_O = jax.lax.cond(samples_O.any(), drawn, lambda: greedy_O)
     return jnp.where(samples_O, drawn_O, greedy_O)
 
@@ -184,9 +184,9 @@ def logprobs(
     return values_OC[:, 0], tokens_OC, values_OC[:, 1:]
 
 
-def _likeliest(logits_OV: jax.Array) -> jax.Array:
-    """Return jnp.argmax of each row, int32 [O], by two reductions. XLA vectorizes these on a CPU,
-    but not a reduction of pairs."""
+def likeliest(logits_OV: jax.Array) -> jax.Array:
+    """Return jnp.argmax of each row of float32, int32 [O], by two reductions. XLA vectorizes these
+    on a CPU, but not a reduction of pairs."""
     # 152k tokens, 4 rows: argmax 2.8 ms of processor time, this 0.75.
     most_O1 = logits_OV.max(-1, keepdims=True)
     index_V = jnp.arange(logits_OV.shape[1], dtype=jnp.int32)

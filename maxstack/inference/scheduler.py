@@ -194,13 +194,7 @@ class Scheduler:
         decoding = running.count(1)
         pending = sum(running) + sum(len(each.tokens) for each in self.waiting)
         pending += decoding * max_drafts
-        lower = [size for size in sizes if size < pending]
-        above = sizes[min(len(lower), len(sizes) - 1)]
-        # A size that would be at most half full costs more than a full smaller one now and the rest
-        # of the prompts in the next step. Decoding sequences are never put off for that.
-        if lower and lower[-1] >= decoding * (1 + max_drafts) and 2 * pending <= above:
-            return lower[-1]
-        return above
+        return _step_size(sizes, pending, decoding * (1 + max_drafts))
 
     def _continue(
         self, sequences: Sequence[TokenSequence], budget: list[int], may_preempt: bool = True
@@ -397,3 +391,22 @@ class Scheduler:
             others.remove(sequence)
             if not others:
                 del self._by_prompt[sequence.prompt_key]
+
+
+def sizes_of_prompt(sizes: Sequence[int], tokens: int) -> list[int]:
+    """Return the sizes of the steps that compute a prompt alone, and of those after it."""
+    used = [sizes[0]]
+    while tokens > 0:
+        used.append(_step_size(sizes, tokens, 0))
+        tokens -= used[-1]
+    return [*dict.fromkeys(used)]
+
+
+def _step_size(sizes: Sequence[int], pending: int, decoding: int) -> int:
+    lower = [size for size in sizes if size < pending]
+    above = sizes[min(len(lower), len(sizes) - 1)]
+    # A size that would be at most half full costs more than a full smaller one now and the rest of
+    # the prompts in the next step. Decoding sequences are never put off for that.
+    if lower and lower[-1] >= decoding and 2 * pending <= above:
+        return lower[-1]
+    return above

@@ -15,6 +15,7 @@ from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
+    from maxstack.hf.layer_reader import Kept
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
@@ -111,6 +112,21 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
             load_params(contents, run.weights.original, model=run.cfg.model, finite=finite)
         )
     )
+
+
+def read_layers(run: "Run", kept: "dict[str, Kept]") -> dict[str, Any]:
+    """Read the weights of an assembled run on one device, from its Hugging Face folder, as
+    `Programs.kept` describes them."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from maxstack.hf.contents import open_contents
+    from maxstack.hf.layer_reader import load_layers
+
+    assert run.cfg.model.weights
+    sharding = NamedSharding(run.mesh, PartitionSpec())
+    finite = not run.cfg.checkpoint.allow_nonfinite
+    contents = open_contents(run.cfg.model.weights)
+    return load_layers(contents, kept, sharding, model=run.cfg.model, finite=finite)
 
 
 def config_of(

@@ -38,8 +38,9 @@ class CpuMatrix(Substitute, nnx.Module):
         self.spec = WeightSpec.of(param)
         self.kept = nnx.Param(jax.ShapeDtypeStruct(param.shape, param.dtype))
 
-    def convert(self, array: Array) -> Array:
-        """Return what is kept of a weight without stack dimensions."""
+    def convert(self, array: Any) -> Any:
+        """Return what is kept of a weight without stack dimensions, of numpy (a view where
+        possible) or jax."""
         rows, columns = self._matrix
         transposed = array if self.spec.use == "rows" else array.reshape(rows, columns).T
         # XLA multiplies bfloat16 [O, I] natively, with equal bits from 2 rows on, if sums in
@@ -47,8 +48,10 @@ class CpuMatrix(Substitute, nnx.Module):
         # take 0.4.
         if array.dtype == jnp.bfloat16:
             return transposed
-        padded = jnp.pad(transposed, ((0, -columns % COLUMNS), (0, 0)))
-        return padded.reshape(-1, COLUMNS, rows).swapaxes(1, 2)
+        if missing := -columns % COLUMNS:
+            pad = array.__array_namespace__().pad
+            transposed = pad(transposed, ((0, missing), (0, 0)))
+        return transposed.reshape(-1, COLUMNS, rows).swapaxes(1, 2)
 
     def project(self, x: Array) -> Array:
         """See weight.project."""

@@ -1,0 +1,99 @@
+"""Weights read as inference keeps them: one layer at a time, each laid out on the way.
+
+Training keeps the layers of a stack in one array, as reader.py makes it. A step of inference wants
+each layer by itself, and matrices in another order. Made of the stacks, all weights would stand in
+memory twice and be moved three times.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from maxstack.hf.contents import Contents
+from maxstack.hf.reader import Piece, pieces_of, slab_reader
+from maxstack.hf.tensors import check_finite
+from maxstack.schema.stack import StackConfig
+
+THREADS = 2
+"""Layers that are read at a time: numpy copies on one thread."""
+ALIGNED = 64
+"""Bytes: where an array begins at a multiple of these, jax reads it in place."""
+
+
+class Kept(NamedTuple):
+    """A weight as it is kept."""
+
+    shape: tuple[int, ...]
+    """Of the stack of its layers, or of itself."""
+    dtype: np.dtype
+    stacked: bool
+    lay: Callable[[np.ndarray], np.ndarray] | None
+    """Returns a layer in the order that is kept; None: as it is."""
+
+
+def load_layers(
+    contents: Contents,
+    wanted: Mapping[str, Kept],
+    sharding: Any,
+    *,
+    model: StackConfig,
+    finite: bool = True,
+) -> dict[str, Any]:
+    """Return the weights of a model folder by path, of stacks a tuple of layers. DataError as in
+    `reader.load_params`, of the first number that is not finite wherever it is kept."""
+    pieces = pieces_of(contents, {path: kept.shape for path, kept in wanted.items()}, model)
+    parts: list[tuple[str, int | None]] = []
+    for path, kept in wanted.items():
+        if pieces.get(path):
+            parts += [(path, i) for i in (range(kept.shape[0]) if kept.stacked else [None])]
+    total = sum(math.prod(kept.shape) for kept in wanted.values())
+    with (
+        tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=None) as bar,
+        ThreadPoolExecutor(THREADS, "reader") as pool,
+    ):
+
+        def load(part: tuple[str, int | None]) -> jax.Array:
+            path, layer = part
+            array = _read(pieces[path], wanted[path], layer, finite)
+            bar.update(array.size)
+            return jax.device_put(array, sharding, may_alias=True)
+
+        loaded: dict[str, Any] = {}
+        for (path, layer), array in zip(parts, pool.map(load, parts), strict=True):
+            loaded[path] = array if layer is None else (*loaded.get(path, ()), array)
+    return loaded
+
+
+def _read(pieces: list[Piece], kept: Kept, layer: int | None, finite: bool) -> np.ndarray:
+    own = [piece for piece in pieces if layer is None or piece.target.lead[0] == layer]
+    if len(own) == 1 and type(own[0]) is Piece and own[0].bound.experts is None:
+        # A view of the file, so that numbers are moved once.
+        values = own[0].view().astype(kept.dtype, copy=False)
+    else:
+        read = slab_reader(pieces, kept.shape, kept.dtype, finite=False)
+        whole = [slice(None)] * len(kept.shape)
+        if layer is None:
+            values = read(tuple(whole))
+        else:
+            values = read((slice(layer, layer + 1), *whole[1:]))[0]
+    laid = kept.lay(values) if kept.lay else values
+    array = _aligned(laid.shape, kept.dtype)
+    array[...] = laid
+    if finite:
+        check_finite(array, own[0].tensor.where)
+    for piece in own:
+        # Pages of a map count as memory of this process until they are given back.
+        piece.tensor.forget()
+    return array
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    data = np.empty(size + ALIGNED, np.uint8)
+    first = -data.ctypes.data % ALIGNED
+    return data[first : first + size].view(dtype).reshape(shape)
