@@ -166,7 +166,8 @@ def _requested(data: bytes, folder: Path) -> None:
 
 def _tokenized(data: bytes, folder: Path) -> None:
     path = str(_write(folder, "tokenizer.json", data))
-    tokenizer = tokenizers.HuggingFace(HuggingFaceTokenizer(kind="huggingface", path=path))
+    cfg = HuggingFaceTokenizer(kind="huggingface", path=path)
+    tokenizer = tokenizers.HuggingFace(path).with_ends(cfg)
     ids = tokenizer.encode(b"a b <s> abab \xc3\xa9")
     tokenizer.decode(ids)
     tokenizer.spans(b"ab a")

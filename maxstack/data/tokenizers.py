@@ -9,7 +9,9 @@ would number its tokens in another way.
 """
 
 import contextlib
+import copy
 import functools
+import hashlib
 import json
 import os
 import re
@@ -311,13 +313,14 @@ class HuggingFace(Tokenizer):
     Special tokens spelt out in a document are plain text.
     """
 
-    def __init__(self, cfg: HuggingFaceTokenizer):
+    def __init__(self, path: str):
+        """Read a tokenizer without BOS and EOS."""
         import tokenizers
 
         # The library's threads gain nothing for a document at a time, and warn where one forks.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        text, files = _read(cfg.path), "not a tokenizer.json file"
-        folder, name = os.path.split(hub.resolve_file(cfg.path))
+        text, files = _read(path), "not a tokenizer.json file"
+        folder, name = os.path.split(hub.resolve_file(path))
         make: Callable[[Path], bytes] | None = None
         if name == byte_level.VOCAB:
             files = f"not a {name} with {byte_level.MERGES} beside it"
@@ -328,13 +331,13 @@ class HuggingFace(Tokenizer):
         try:
             if make:
                 text = make(hub.model_folder(folder, weights=False) / name)
-            spec = strict_json.parse_object(text, cfg.path)
-            self._model: Any = call_rust(cfg.path, tokenizers.Tokenizer.from_buffer, text)
+            spec = strict_json.parse_object(text, path)
+            self._model: Any = call_rust(path, tokenizers.Tokenizer.from_buffer, text)
         except DataError:
             raise
         except Exception as error:  # the library's own, as it makes one of other files
-            raise DataError(f"{cfg.path}: {files}: {error}") from error
-        self.grows = max_growth(self._model, cfg.path)
+            raise DataError(f"{path}: {files}: {error}") from error
+        self.grows = max_growth(self._model, path)
         # A tokenizer.json may carry the settings of its last use, and would cut documents in
         # silence.
         self._model.no_truncation()
@@ -348,21 +351,14 @@ class HuggingFace(Tokenizer):
             # file's numbers.
             if ids[token["content"]] != token["id"]:
                 raise DataError(
-                    f"{cfg.path}: added token {token['content']!r} has id {token['id']}, "
+                    f"{path}: added token {token['content']!r} has id {token['id']}, "
                     "but the tokenizers library, which numbers such tokens on from the "
                     f"vocabulary, makes it {ids[token['content']]}; give it that id, "
                     "or fill the gap"
                 )
-        self.name, self.vocab_size = cfg.path, _size(cfg.path, ids)
-        ends = {"bos": cfg.bos, "eos": cfg.eos}
-        # The hub is asked only if its files decide.
-        if OF_FILES in ends.values():
-            beside = hub.model_folder(folder or ".", weights=False)
-            named = byte_level.read_ends(beside, spec.get("post_processor"))
-            ends = {key: named[key] if said == OF_FILES else said for key, said in ends.items()}
-        # With the tokens that were found, since the files that name them may change.
-        self.fingerprint = digest(text + f" {ends['bos']} {ends['eos']}".encode())
-        self._bos, self._eos = (self._special(key, token) for key, token in ends.items())
+        self.name, self.vocab_size = path, _size(path, ids)
+        self._hash = hashlib.blake2b(text, digest_size=16)
+        self._post_processor = spec.get("post_processor")
         self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
         self.token_bytes = _sizes(self.pieces)
         self._widest, self._lost = widest_token(spec)
@@ -373,6 +369,29 @@ class HuggingFace(Tokenizer):
         # Only with ByteLevel alone does a token's text stand for its bytes whatever comes before
         # it.
         self._byte_level, self._byte_fallback = kinds == {"ByteLevel"}, "ByteFallback" in kinds
+        # Encodes special tokens as such where a text spells them out; it shares the vocabulary.
+        self._marked: Any = tokenizers.Tokenizer(self._model.model)
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if (own := getattr(self._model, part)) is not None:
+                setattr(self._marked, part, own)
+        self._marked.add_tokens([token for _, token in sorted(added)])
+
+    def with_ends(self, cfg: HuggingFaceTokenizer) -> "HuggingFace":
+        """Return this tokenizer with the BOS and EOS of a configuration."""
+        ends = {"bos": cfg.bos, "eos": cfg.eos}
+        # The hub is asked only if its files decide.
+        if OF_FILES in ends.values():
+            folder = os.path.dirname(hub.resolve_file(cfg.path)) or "."
+            beside = hub.model_folder(folder, weights=False)
+            named = byte_level.read_ends(beside, self._post_processor)
+            ends = {key: named[key] if said == OF_FILES else said for key, said in ends.items()}
+        made = copy.copy(self)
+        # With the tokens that were found, since the files that name them may change.
+        hashed = self._hash.copy()
+        hashed.update(f" {ends['bos']} {ends['eos']}".encode())
+        made.fingerprint = hashed.hexdigest()
+        made._bos, made._eos = (self._special(key, token) for key, token in ends.items())
+        return made
 
     def id_of(self, token: str) -> int | None:
         return self._model.token_to_id(token)
@@ -409,17 +428,6 @@ class HuggingFace(Tokenizer):
             spans.append(start + _in_bytes(encoded.offsets, part))
         return np.concatenate(ids), np.concatenate(spans)
 
-    @functools.cached_property
-    def _marked(self) -> Any:
-        """The model with special tokens as such where a text spells them out."""
-        import tokenizers
-
-        read = tokenizers.Tokenizer.from_str
-        # A copy, since the setting is one of the whole model and documents need the other value.
-        model = call_rust(self.name, read, self._model.to_str())
-        model.encode_special_tokens = False
-        return model
-
     def _marked_ids(self, document: bytes) -> list[int]:
         encode = self._marked.encode_batch_fast
         return call_rust(self.name, encode, [document.decode()], add_special_tokens=False)[0].ids
@@ -454,7 +462,14 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     is missing or damaged."""
     if isinstance(cfg, BytesTokenizer):
         return Bytes(cfg)
-    return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
+    if isinstance(cfg, SentencePieceTokenizer):
+        return SentencePiece(cfg)
+    return _read_hugging_face(cfg.path).with_ends(cfg)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_hugging_face(path: str) -> HuggingFace:
+    return HuggingFace(path)
 
 
 def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:

@@ -25,6 +25,10 @@ ALIGNED = 64
 """Bytes: where an array begins at a multiple of these, jax reads it in place."""
 
 
+BLOCK = 1 << 24
+"""Bytes that are read before the file's pages are given back."""
+
+
 class Kept(NamedTuple):
     """A weight as it is kept."""
 
@@ -83,12 +87,16 @@ def _read(pieces: list[Piece], kept: Kept, layer: int | None, finite: bool) -> n
             values = read((slice(layer, layer + 1), *whole[1:]))[0]
     laid = kept.lay(values) if kept.lay else values
     array = _aligned(laid.shape, kept.dtype)
-    array[...] = laid
+    rows, from_rows = np.atleast_1d(array), np.atleast_1d(laid)
+    count = max(1, BLOCK * len(rows) // max(1, rows.nbytes))
+    for begin in range(0, len(rows), count):
+        some = slice(begin, begin + count)
+        rows[some] = from_rows[some]
+        for piece in own:
+            # Pages of a map count as memory of this process until they are given back.
+            piece.tensor.forget()
     if finite:
         check_finite(array, own[0].tensor.where)
-    for piece in own:
-        # Pages of a map count as memory of this process until they are given back.
-        piece.tensor.forget()
     return array
 
 
