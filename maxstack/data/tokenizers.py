@@ -464,12 +464,7 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
         return Bytes(cfg)
     if isinstance(cfg, SentencePieceTokenizer):
         return SentencePiece(cfg)
-    return _read_hugging_face(cfg.path).with_ends(cfg)
-
-
-@functools.lru_cache(maxsize=8)
-def _read_hugging_face(path: str) -> HuggingFace:
-    return HuggingFace(path)
+    return HuggingFace(cfg.path).with_ends(cfg)
 
 
 def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:
@@ -478,9 +473,13 @@ def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = Fa
     # The kinds say "no such token" in two ways: a name or None, and a flag.
     none = None if cfg.kind == "huggingface" else False
     wanted = {"bos": bos, "eos": eos}
-    return open_tokenizer(
-        cfg.model_copy(update={k: none for k, keep in wanted.items() if not keep})
-    )
+    other = cfg.model_copy(update={k: none for k, keep in wanted.items() if not keep})
+    if isinstance(other, HuggingFaceTokenizer):
+        opened = open_tokenizer(cfg)
+        assert isinstance(opened, HuggingFace)
+        # Vocabularies are large, and this one is read.
+        return opened.with_ends(other)
+    return open_tokenizer(other)
 
 
 def tokenize(
