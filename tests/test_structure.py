@@ -187,7 +187,7 @@ LIGHT = [
     name.removeprefix("maxstack.")
     for name in MODULES
     if name.startswith(("maxstack.config.", "maxstack.schema.", "maxstack.hf."))
-    and name != "maxstack.hf.reader"
+    and not name.endswith("reader")
 ]
 
 

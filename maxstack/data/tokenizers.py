@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -29,6 +28,7 @@ from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.data.growth import AT_ONCE, max_growth
 from maxstack.data.long_texts import LONGEST, Encode, split_text, widest_token
+from maxstack.data.pieces import BYTE, hugging_face_pieces, text_of_piece
 from maxstack.errors import ConfigError, DataError, call_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
@@ -39,9 +39,6 @@ from maxstack.schema.data import (
     SentencePieceTokenizer,
 )
 from maxstack.schema.data import Tokenizer as TokenizerConfig
-
-SPACE = "\u2581"
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(ABC):
@@ -303,7 +300,7 @@ class SentencePiece(Tokenizer):
         model = self._model
         if model.is_control(token) or model.is_unknown(token) or model.is_unused(token):
             return b""
-        return _text(model.id_to_piece(token))
+        return text_of_piece(model.id_to_piece(token))
 
 
 class HuggingFace(Tokenizer):
@@ -359,7 +356,7 @@ class HuggingFace(Tokenizer):
         self.name, self.vocab_size = path, _size(path, ids)
         self._hash = hashlib.blake2b(text, digest_size=16)
         self._post_processor = spec.get("post_processor")
-        self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
+        self.pieces = hugging_face_pieces(spec, ids, self.vocab_size)
         self.token_bytes = _sizes(self.pieces)
         self._widest, self._lost = widest_token(spec)
         added = self._model.get_added_tokens_decoder().items()
@@ -413,7 +410,7 @@ class HuggingFace(Tokenizer):
         piece = self._model.id_to_token(token) or ""
         if self._byte_level:
             return byte_level.bytes_of(piece)
-        byte = _BYTE.fullmatch(piece) if self._byte_fallback else None
+        byte = BYTE.fullmatch(piece) if self._byte_fallback else None
         return bytes.fromhex(byte[1]) if byte else None
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -597,23 +594,6 @@ def _size(path: str, ids: Mapping[str, int]) -> int:
     return size
 
 
-def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int) -> list[bytes]:
-    """Byte-level vocabularies write a byte as one character; the others write text, with marks for
-    spaces and word beginnings."""
-    described = json.dumps([spec.get("decoder"), spec.get("pre_tokenizer")])
-    is_byte_level, word_piece = '"ByteLevel"' in described, '"WordPiece"' in described
-    pieces = [b""] * size
-    for text, token in vocab.items():
-        if is_byte_level:
-            pieces[token] = byte_level.bytes_of(text)
-        else:
-            pieces[token] = _text(text.removeprefix("##") if word_piece else text)
-    for token in spec.get("added_tokens") or ():
-        # Added tokens are written as they are, also in a byte-level vocabulary.
-        pieces[token["id"]] = b"" if token.get("special") else token["content"].encode()
-    return pieces
-
-
 def _in_bytes(characters: list[tuple[int, int]], document: bytes) -> np.ndarray:
     """Return spans of characters of a UTF-8 text as spans of bytes, int64 [N, 2]."""
     # The library counts characters; every byte but a continuation byte of UTF-8 begins one.
@@ -624,10 +604,3 @@ def _in_bytes(characters: list[tuple[int, int]], document: bytes) -> np.ndarray:
 
 def _sizes(pieces: list[bytes]) -> np.ndarray:
     return np.array(list(map(len, pieces)), np.int32)
-
-
-def _text(piece: str) -> bytes:
-    """Return the text of a piece, whose spaces are marked, or the byte of one like <0x0A>."""
-    if byte := _BYTE.fullmatch(piece):
-        return bytes.fromhex(byte[1])
-    return piece.replace(SPACE, " ").encode()

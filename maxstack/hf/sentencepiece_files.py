@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.data.gguf.tokenizer import merges_of
-from maxstack.data.tokenizers import SPACE
+from maxstack.data.pieces import SPACE
 
 NAMES = "tokenizer.json", "tokenizer_config.json"
 
