@@ -215,7 +215,8 @@ class LayerPrograms:
 def shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """Return the shape of an array on the host or on devices, with its sharding or this one."""
     sharding = sharding or getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=sharding)
 
 
 def compile_ahead(function: Any, *given: Any) -> Any:
