@@ -26,6 +26,7 @@ class StandIn:
     """What a service asks of an engine but its steps; `tasks` are the requests by number."""
 
     adapters = ()
+    programs = types.SimpleNamespace(close=lambda: None)
 
     def __init__(self, requests, max_length=1 << 17):
         self.max_length, self.tasks, self.added = max_length, {}, 0
@@ -50,7 +51,7 @@ class StandIn:
 
 
 def build(
-    folder, overrides=(), max_length=64, adapters=None, on_demand=False, **limits
+    folder, overrides=(), max_length=64, adapters=None, on_demand=None, **limits
 ) -> tuple[Engine, Limits]:
     """Build an engine of a folder in float32, with 8 batched tokens and pages of 4, and adapters by
     name. Its steps have all 8 rows, unless sizes are tried `on_demand`."""
@@ -64,7 +65,7 @@ def build(
     sizes = Limits(8, 4, pages, 8, snapshots, snapshot=8)._replace(**limits)
     read = read_adapters(run, params, adapters or {})
     engine = Engine(run, params, sizes, max_length, read, on_demand)
-    if not on_demand:
+    if on_demand is None:
         engine.programs.sizes = engine.programs.sizes[-1:]
     return engine, sizes
 

@@ -42,6 +42,8 @@ LONGEST_KEY = 1024
 """Bytes of a key."""
 TEMPERATURE = 0.3
 """Of a conversation that --open begins: a small model, which a newcomer tries, wanders at 1."""
+BEGINNING = 1024
+"""Tokens that the cache of a server has room for at the start."""
 log = logging.getLogger(__name__)
 
 
@@ -152,7 +154,7 @@ def _check_installed() -> None:
 def _serve(args: Namespace, keys: list[bytes]) -> None:
     """Serve with our own engine."""
     _check_installed()
-    from maxstack.inference.engine_setup import chat_template, start
+    from maxstack.inference.engine_setup import First, chat_template, room, start
     from maxstack.inference.server.admission import Access
     from maxstack.inference.server.app import make_app
     from maxstack.inference.server.process import serve
@@ -160,7 +162,7 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     from maxstack.inference.service import Service
 
     listener = serve_connections.listen(args)
-    served = start(args.model, model_overrides(args))
+    served = start(args.model, model_overrides(args), check=lambda *_: First(None, BEGINNING))
     # A later request may begin like one that has ended.
     served.engine.scheduler.keep_prefixes(True)
     read = functools.partial(chat_template, served.model, served.cfg, served.own)
@@ -168,6 +170,7 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     name = _model_name(args)
     if name in served.engine.adapters:
         raise ConfigError(f"{name}: is also an adapter's name; set --served-model-name")
+    print(f"{name}: {room(served.engine)}", flush=True)
     service = Service(served.engine, served.cfg.serve.max_waiting)
     service.warm()
     state = State(

@@ -5,6 +5,7 @@ larger when a step needs a page that does not exist yet (`Runner.hold`): a page 
 some request has needed it, not from the start. Shapes: see runner.py.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import layout as jax_layout
 from jax.sharding import NamedSharding
 
+from maxstack.inference.layer_programs import shape
 from maxstack.inference.layout import Layout
 from maxstack.kernels.paged_attention import BITS
 from maxstack.schema.parts import Cached
@@ -62,12 +64,26 @@ class CacheArrays:
             for name, array in arrays.items():
                 leading: tuple[int, ...] = (runner.replicas * runner.slots,)
                 if not array.per_request:
-                    pages = runner.replica_pages(self._layout.groups[i])
+                    pages = runner.replica_pages(runner.held[self._layout.groups[i]])
                     leading = runner.replicas * pages, runner.limits.page
                 sizes = [dim.size for dim in array.dims]
                 own[name] = jnp.zeros((*leading, *sizes), self._kept_dtype(array))
             cache.append(own)
         return cache
+
+    def shapes(self, cache: list[Arrays], held: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the shapes of a cache with `held` pages by group, and else as this one."""
+        runner, shapes = self._runner, []
+        for i, arrays in enumerate(cache):
+            own = {}
+            for name, array in arrays.items():
+                kept = shape(array)
+                if not self._layout.arrays[i][name].per_request:
+                    pages = runner.replicas * runner.replica_pages(held[self._layout.groups[i]])
+                    kept = kept.update(shape=(pages, *kept.shape[1:]))
+                own[name] = kept
+            shapes.append(own)
+        return shapes
 
     def grow(self, cache: list[Arrays], before: tuple[int, ...]) -> list[Arrays]:
         """Return a cache that had `before` pages by group with `runner.held` pages."""
@@ -75,7 +91,7 @@ class CacheArrays:
         grown = []
         for i, arrays in enumerate(cache):
             group = layout.groups[i]
-            pages = runner.replica_pages(group)
+            pages = runner.replica_pages(runner.held[group])
             own = dict(arrays)
             for name, array in arrays.items():
                 if layout.arrays[i][name].per_request or array.shape[0] == runner.replicas * pages:

@@ -99,10 +99,11 @@ class Engine:
         self.drafted = self.accepted = 0
         self._fastest = math.inf
 
-    def compile(self, prompt: int, draws: bool = True) -> None:
+    def compile(self, prompt: int | None, draws: bool = True) -> None:
         """Compile what a prompt of so many tokens and its answer need, before there are weights.
-        `draws`: not all its tokens are the likeliest ones."""
-        logits = self.programs.compile(sizes_of_prompt(self.programs.sizes, prompt))
+        None: what all prompts need. `draws`: not all tokens are the likeliest ones."""
+        sizes = self.programs.sizes
+        logits = self.programs.compile(sizes if prompt is None else sizes_of_prompt(sizes, prompt))
         if logits:
             self._sampler.compile(logits[0], draws)
 

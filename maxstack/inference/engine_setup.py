@@ -26,6 +26,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.trained_model import config_of, read_layers, read_weights
+from maxstack.report.table import bytes_text
 from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class First(NamedTuple):
     """The first request, as far as it is known before weights are read: what is compiled while they
     are, and how large a cache to begin with."""
 
-    prompt: int = 1
-    """Tokens."""
+    prompt: int | None = 1
+    """Tokens; None: any number."""
     answer: int = 0
     """Tokens at most."""
     draws: bool = True
@@ -125,7 +126,7 @@ def start(
     adapters = read_adapters(run, params, folders) if folders else Adapters()
     free = _free(run, layout, adapters.weights)
     limits, max_length = make_limits(cfg, layout, longest, free)
-    length = min(max_length, first.prompt + first.answer)
+    length = min(max_length, (first.prompt or 0) + first.answer)
     engine = Engine(run, params, limits, max_length, adapters, on_demand=length)
     if params is None:
         # The compiler and the disk work at the same time.
@@ -216,6 +217,21 @@ def make_limits(
     counts = tuple(max(count, int(count * requests)) for count in bounded)
     sizes = serve.rows, serve.page, counts, serve.max_requests
     return Limits(*sizes, snapshots, serve.snapshot, serve.prefix_cache), length
+
+
+def room(engine: "Engine") -> str:
+    """Return a line that says how many requests of which length the cache has room for."""
+    programs, length = engine.programs, engine.max_length
+    layout, limits = programs.layout, programs.limits
+    each = layout.pages(length, limits.page, limits.rows)
+    fit = min(limits.requests, *(most // own for most, own in zip(limits.pages, each, strict=True)))
+    pages = sum(layout.token_bytes(i) * count for i, count in enumerate(limits.pages))
+    states = layout.request_bytes * (1 + limits.requests + limits.snapshots)
+    size = bytes_text(programs.replicas * (limits.page * pages + states))
+    return (
+        f"room for {programs.replicas * fit:,} requests of {length:,} tokens at a time: {size} of "
+        "cache at most, allocated as requests need it"
+    )
 
 
 def _free(run: Any, layout: Layout, adapters: Any) -> int | None:

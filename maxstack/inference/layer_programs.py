@@ -81,25 +81,29 @@ class LayerPrograms:
             # On one device, shardings of other spellings are the same place but other programs.
             self._place(lambda weights: jax.device_put(weights, self._whole))
 
-    def compile(self, model: Decoder, cache: list[dict[str, Any]], batch: Batch) -> tuple[Any, Any]:
-        """Compile what a step needs, for shapes of a model and of the cache -> shapes of `weights`
-        and of the residual stream after the last block."""
+    def shapes(self, model: Decoder) -> "LayerPrograms":
+        """Return these programs for a model of shapes, for `compile`."""
         own = copy.copy(self)
         own._split(model)
         # The compiled functions read the graph from here.
         self.outer = own.outer
         placed = functools.partial(shape, sharding=self._whole)
         own._place(functools.partial(jax.tree.map, placed))
-        x_R1D, context, extras = compile_ahead(self._inputs, own.weights, batch.rows)
+        return own
+
+    def compile(self, cache: list[dict[str, Any]], batch: Batch) -> Any:
+        """Compile what a step needs with a cache of these shapes -> shape of the residual stream
+        after the last block."""
+        x_R1D, context, extras = compile_ahead(self._inputs, self.weights, batch.rows)
         compiled = set()
-        for i, layer, weights in own._layers:
+        for i, layer, weights in self._layers:
             owner, table_SW = self._of(i, batch)
             given = weights, cache[owner], table_SW, x_R1D, context, batch.rows, extras[i]
             kind = layer, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given))
             if kind not in compiled:
                 compiled.add(kind)
                 x_R1D, _ = compile_ahead(layer, *given)
-        return own.weights, x_R1D
+        return x_R1D
 
     def _split(self, model: Decoder) -> None:
         self._layers = []

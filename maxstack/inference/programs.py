@@ -133,6 +133,7 @@ class Programs(Runner):
         options = ordered | sparing(run.mesh)
         self._compiler = ThreadPoolExecutor(1, "compiler")
         self._compiled: dict[Any, Future[Any]] = {}
+        self._compiles_larger = False
         self._layers = LayerPrograms(run, layout, max_length, self._group, shardings, options)
         self._whole = jax.jit(lambda x_R1D: x_R1D[:, 0], out_shardings=everywhere)
         self._further = jax.jit(
@@ -173,15 +174,33 @@ class Programs(Runner):
         # On several devices only the loaded weights have the shardings that programs depend on.
         if self._run.mesh.size > 1:
             return []
-        model, cache = self._model(self._prepared_shapes()), jax.tree.map(shape, self.cache)
-        logits = []
-        for size in sizes:
+        with ThreadPoolExecutor(THREADS, "compiler") as pool:
+            return [*pool.map(self._compile_size(self.held), sizes)]
+
+    def compile_larger(self) -> None:
+        self._compiles_larger = True
+        held = self._enough([1 + held for held in self.held])
+        if held != self.held and self._run.mesh.size == 1:
+            compile_size = self._compile_size(held)
+            for size in self.sizes:
+                self._compiler.submit(compile_size, size)
+
+    def _compile_size(self, held: Sequence[int]) -> Callable[[int], Any]:
+        """Return a function that compiles the programs of a size of step, with a cache of so many
+        pages by group, and returns the shape of its logits."""
+        layers = self._layers.shapes(self._model(self._prepared_shapes()))
+        cache = self._arrays.shapes(self.cache, held)
+
+        def compile_size(size: int) -> Any:
             batch, _ = self.batch([], size)
-            weights, x_R1D = self._layers.compile(model, cache, batch)
-            x_RD = compile_ahead(self._whole, x_R1D)
+            x_RD = compile_ahead(self._whole, layers.compile(cache, batch))
             wanted_O = np.zeros(min(size, self.outputs[-1]), np.int32)
-            logits.append(compile_ahead(self._head, weights, x_RD, wanted_O, None)[1])
-        return logits
+            return compile_ahead(self._head, layers.weights, x_RD, wanted_O, None)[1]
+
+        return compile_size
+
+    def close(self) -> None:
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _prepared_shapes(self) -> Any:
         params = self._run.abstract.params
@@ -231,13 +250,18 @@ class Programs(Runner):
         return self._arrays.empty()
 
     def hold(self, pages: Sequence[int]) -> None:
-        before = self.held
-        if any(page > held for page, held in zip(pages, before, strict=True)):
-            self.held = tuple(
-                held if page <= held else min(most, max(page, GROWTH * held))
-                for page, held, most in zip(pages, before, self.limits.pages, strict=True)
-            )
+        before, enough = self.held, self._enough(pages)
+        if enough != before:
+            self.held = enough
             self.cache = self._arrays.grow(self.cache, before)
+            if self._compiles_larger:
+                self.compile_larger()
+
+    def _enough(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(
+            held if page <= held else min(most, max(page, GROWTH * held))
+            for page, held, most in zip(pages, self.held, self.limits.pages, strict=True)
+        )
 
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None

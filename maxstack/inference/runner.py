@@ -117,6 +117,13 @@ class Runner:
         logits; none where the programs cannot be known."""
         return []
 
+    def compile_larger(self) -> None:
+        """Compile in the background what steps need when the cache has grown, now and each time
+        that it grows."""
+
+    def close(self) -> None:
+        """Compile nothing more in the background."""
+
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
     ) -> jax.Array:
@@ -147,10 +154,11 @@ class Runner:
         own = 2 if self.spare else 0
         return 1 + self.limits.requests + self.limits.snapshots + own
 
-    def replica_pages(self, group: int) -> int:
-        """Return the pages of a replica in the arrays of a group: page 0, which rows without a
-        token read and write, then those that the scheduler knows, then spare ones."""
-        return 1 + self.held[group] + self.spare
+    def replica_pages(self, held: int) -> int:
+        """Return the pages of a replica in the arrays of a group that holds so many: page 0, which
+        rows without a token read and write, then those that the scheduler knows, then spare
+        ones."""
+        return 1 + held + self.spare
 
     def hold(self, pages: Sequence[int]) -> None:
         """Make the arrays of each group large enough for the page of this number."""
@@ -223,7 +231,7 @@ class Runner:
         self.hold(most)
         for copy in copies:
             if isinstance(copy, PageCopy):
-                first = copy.replica * self.replica_pages(copy.group)
+                first = copy.replica * self.replica_pages(self.held[copy.group])
                 pages.append((copy.group, first + copy.source, first + copy.target))
             else:
                 first = copy.replica * self.slots

@@ -134,10 +134,12 @@ class Service:
         the second. Call it before `start`."""
         self.engine.try_sizes()
         # Each compiles another program: choices alone, log-probabilities, adjusted logits.
-        for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
+        greedy = Sampling(temperature=0)
+        for sampling in (greedy, Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
             self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
             while self.engine.busy:
                 self.engine.step()
+        self.engine.programs.compile_larger()
 
     def start(self) -> None:
         """Start the thread, for the running event loop."""
@@ -209,6 +211,7 @@ class Service:
             self._changed.notify()
         # Waiting for a thread would block the event loop, which must still deliver.
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        self.engine.programs.close()
         self._fail(Closed("the server is shutting down"))
 
     def _command(self, command: Callable[[], None]) -> None:
