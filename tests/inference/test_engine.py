@@ -6,7 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import parity
 import processes
@@ -14,23 +13,16 @@ import pytest
 import tiers
 from engines import answers, build, compile_bursts, finish, outputs_of, reset_engine
 from flax import nnx
-from jax import monitoring
 
-from maxstack import sharding
 from maxstack.errors import DataError
 from maxstack.inference import programs
-from maxstack.inference.adapters import Adapters
 from maxstack.inference.batch_invariance import StepSizes
 from maxstack.inference.engine_setup import OVERRIDES
-from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.page_cache import Limits
 from maxstack.inference.request import Sampling
 from maxstack.inference.runner import step_sizes
 from maxstack.inference.score import Rows, logprobs_of
-from maxstack.inference.trained_model import config_of, open_model, read_layers, read_weights
-from maxstack.run import assemble
-from maxstack.state import flat
+from maxstack.inference.trained_model import open_model
 
 GOLDENS = {
     path.parent.name: path.parent
@@ -364,15 +356,6 @@ def test_equal_prompts_are_computed_once_and_change_no_bit(name, mesh):
         assert engine.scheduler.hits >= 4 * 10 + 2 * 16
 
 
-def test_programs_are_compiled_by_kind_of_layer_whatever_the_depth():
-    """Gemma 3: five layers with a window, one without, and both again."""
-    engine, _ = built("gemma3", LENGTH, ())
-    answers(engine, random_prompts(9), GREEDY)
-    layers = engine.programs._layers
-    assert len(layers._layers) == engine.cfg.decoder.layers > 2
-    assert [program._cache_size() for program in layers._programs.values()] == [1, 1]
-
-
 @pytest.mark.parametrize(
     "name, mesh",
     [
@@ -412,43 +395,3 @@ def test_what_a_size_with_other_bits_computed_is_computed_again(monkeypatch, cap
     assert answers(engine, prompts, GREEDY) == answers(engine_of("llama"), prompts, GREEDY)
     assert 2 in step_sizes(limits) and 2 not in engine.programs.sizes
     assert "are used, so that an answer does not depend on other requests" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_what_a_prompt_needs_is_compiled_before_there_are_weights(name):
-    """And no program more when it is answered."""
-    overrides = [*OVERRIDES, "mesh.tensor=1"]
-    engine, _ = build(GOLDENS[name], overrides, LENGTH, on_demand=19 + GREEDY.max_tokens)
-    greedy = dataclasses.replace(GREEDY, logprobs=None)
-    engine.compile(19, draws=False)
-    compiled = []
-
-    def note(event, _, fun_name="", **__):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(fun_name)
-
-    monitoring.register_event_duration_secs_listener(note)
-    try:
-        answers(engine, random_prompts(19), greedy)
-        assert not compiled
-        answers(engine, random_prompts(5), dataclasses.replace(greedy, temperature=1.0))
-        assert compiled == ["jit(run)"]
-    finally:
-        monitoring.unregister_event_duration_listener(note)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma3"])
-def test_layers_of_a_folder_are_read_as_steps_keep_them(name, dtype):
-    cfg, own = config_of(str(GOLDENS[name]), [*OVERRIDES, f"model.dtype={dtype}", "mesh.tensor=1"])
-    cfg = programs.inference_config(cfg)
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
-    layout, limits = Layout.of(cfg.model, cfg.serve), Limits(8, 4, (8,) * 4, 2)
-    made = programs.Programs(run, layout, limits, LENGTH, Adapters())
-    whole = made.prepare(read_weights(str(GOLDENS[name]), run, own), keep=False)
-    layers = read_layers(run, made.kept())
-    known = {path.removesuffix("/kept"): kept for path, kept in flat(whole).items()}
-    assert known.keys() == layers.keys()
-    for path, kept in known.items():
-        for theirs, ours in zip(jax.tree.leaves(kept), jax.tree.leaves(layers[path]), strict=True):
-            assert theirs.dtype == ours.dtype and theirs.tobytes() == ours.tobytes(), path
