@@ -247,6 +247,7 @@ class Folder:
         if not os.path.lexists(path) and name == "config.json":
             inner = self.path / "transformer"
             which = f"{inner}, of the pipeline" if inner.is_dir() else "the folder of a model"
+            which = next((str(file) for file in sorted(self.path.glob("*.gguf"))), which)
             raise ConfigError(f"{path}: no such file; give {which}")
         # Pipes, sockets and links to nowhere must not pass for absence.
         if not path.is_file():

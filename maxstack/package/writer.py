@@ -19,6 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from maxstack import config
+from maxstack.data import hub
 from maxstack.hf.writer import new_folder
 from maxstack.inference.package_engine import CONFIG
 from maxstack.kernels.backends import record_choices
@@ -173,7 +174,7 @@ def _write_text(folder: Path, text: Text) -> dict[str, Any]:
     if section and (path := section.get("path")):
         own = folder / "tokenizer"
         own.mkdir()
-        shutil.copyfile(path, own / Path(path).name)
+        shutil.copyfile(hub.resolve_file(path), own / Path(path).name)
         section = section | {"path": f"tokenizer/{Path(path).name}"}
     template = text.template
     return {

@@ -198,9 +198,10 @@ def test_a_hostile_header_is_refused(message, tmp_path):
 
 def test_a_folder_a_pipe_and_an_absent_file_are_told(tmp_path):
     (tmp_path / "a.gguf").mkdir()
+    (tmp_path / "a.gguf" / "inside.gguf").touch()
     os.mkfifo(tmp_path / "b.gguf")
     for name, message in {
-        "a": "config.json: no such file",
+        "a": "config.json: no such file; give .*inside.gguf",
         "b": "is a pipe, a socket or a device",
         "c": "cannot be read: No such file",
     }.items():

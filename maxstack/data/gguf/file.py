@@ -26,6 +26,8 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 LARGEST_HEADER = 100_000_000
 MOST_DIMS, LONGEST_NAME = 4, 1024
 TEXT, ARRAY = 8, 9
+AT_ONCE = 1 << 18
+"""Numbers that are dequantized at a time."""
 _NUMBERS = {
     **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
     **{10: "<u8", 11: "<i8", 12: "<f8"},
@@ -102,8 +104,17 @@ class GgufFile:
             return rows
         gguf = _package(self.where(entry))
         kind = gguf.GGMLQuantizationType(entry.kind)
+        size, width = gguf.GGML_QUANT_SIZES[kind]
+        out = np.empty((*rows.shape[:-1], rows.shape[-1] // width * size), np.float32)
+        flat, floats = rows.reshape(-1, rows.shape[-1]), out.reshape(-1, out.shape[-1])
+        step = max(1, AT_ONCE // out.shape[-1])
         try:
-            return gguf.quants.dequantize(rows, kind)
+            # The package makes several arrays of the size of what it is given: of SmolLM2's
+            # embedding, of 108 MiB, whole, 240 MiB.
+            for begin in range(0, len(flat), step):
+                part = slice(begin, begin + step)
+                floats[part] = gguf.quants.dequantize(flat[part], kind)
+            return out
         except NotImplementedError as error:
             raise ConfigError(
                 f"{self.where(entry)}: is quantized as {kind.name}, which the gguf package cannot "
