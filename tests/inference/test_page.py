@@ -101,6 +101,15 @@ def test_settings_and_the_adapter_reach_the_api(tab, server):
     assert text != server.chat(**options).choices[0].message.content
 
 
+def test_settings_come_with_the_address(tab):
+    tab.run("location.hash = 'temperature=0.3&log=none'")
+    tab.reload()
+    fields = (
+        "[document.querySelector('#temperature').value, Boolean(document.querySelector('#log'))]"
+    )
+    assert tab.run(fields) == ["0.3", True]
+
+
 def test_stop_ends_the_answer_and_frees_its_pages(tab, server):
     before = server.metric("generation_tokens_total")
     tab.run(CHANGED % '{"ignore_eos": true}')
