@@ -147,6 +147,26 @@ class Signature:
             used[name] = np.asarray(results[name])[real]
         return (used, after) if self.spec["state"] else used
 
+    def lower(self, sizes: dict[str, int]) -> Any:
+        """Read the weights and lower the program that takes these sizes; once it is compiled,
+        calls of such sizes wait for nothing."""
+        program, manifest = self.program(sizes), self.package.manifest
+        call, places = self.loaded(program["file"])
+        self.package.weights(places[0])
+        padded = {dim: most or sizes[dim] for dim, most in program["sizes"].items()}
+        states = manifest["states"].get(self.spec["state"], {})
+        shapes: list[dict[str, Any]] = []
+        for specs, there in zip(
+            (manifest["weights"], states, self.spec["inputs"]), places, strict=True
+        ):
+            own = {}
+            for name, spec in specs.items():
+                shape = tuple(padded.get(dim, dim) for dim in spec["shape"])
+                dtype, place = jnp.dtype(spec["dtype"]), there[name]
+                own[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+            shapes.append(own)
+        return call.lower(*shapes)
+
     def arrays(self, inputs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Return arguments as arrays of their types, and the sizes of named dimensions.
         PackageError for wrong names, types or shapes, and for values beyond a range of the

@@ -214,9 +214,6 @@ class Queue:
         return found
 
     def warm(self, sizes: Mapping[str, int]) -> None:
-        """Compile for a request of these sizes, and run it."""
-        inputs = {}
-        for name, spec in self.signature.spec["inputs"].items():
-            shape = [sizes.get(dim, dim) for dim in spec["shape"]]
-            inputs[name] = np.zeros(shape, jnp.dtype(spec["dtype"]))
-        self.signature.compute(inputs, dict(sizes))
+        """Compile for a request of these sizes, and read the weights."""
+        # Not by running it: 32 texts of 512 tokens with 49,152 logits each took 15 GB.
+        self.signature.lower(dict(sizes)).compile()
