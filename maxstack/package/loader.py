@@ -148,11 +148,10 @@ class Signature:
         return (used, after) if self.spec["state"] else used
 
     def lower(self, sizes: dict[str, int]) -> Any:
-        """Read the weights and lower the program that takes these sizes; once it is compiled,
-        calls of such sizes wait for nothing."""
+        """Lower the program that takes these sizes; calls of such sizes need no other, once it is
+        compiled."""
         program, manifest = self.program(sizes), self.package.manifest
         call, places = self.loaded(program["file"])
-        self.package.weights(places[0])
         padded = {dim: most or sizes[dim] for dim, most in program["sizes"].items()}
         states = manifest["states"].get(self.spec["state"], {})
         shapes: list[dict[str, Any]] = []

@@ -216,4 +216,7 @@ class Queue:
     def warm(self, sizes: Mapping[str, int]) -> None:
         """Compile for a request of these sizes, and read the weights."""
         # Not by running it: 32 texts of 512 tokens with 49,152 logits each took 15 GB.
-        self.signature.lower(dict(sizes)).compile()
+        signature = self.signature
+        signature.lower(dict(sizes)).compile()
+        shardings = signature.loaded(signature.program(dict(sizes))["file"])[1][0]
+        signature.package.weights(shardings)
