@@ -26,6 +26,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.trained_model import config_of, read_layers, read_weights
+from maxstack.report.progress import progress
 from maxstack.report.table import bytes_text
 from maxstack.schema.mesh import AXES
 
@@ -137,7 +138,9 @@ def start(
                 engine.programs.load(read_weights(model, run, own))
             else:
                 engine.programs.load_prepared(read_layers(run, kept))
-            compiling.result()
+            with progress(1, "compiling for the first answer", "steps", delay=0.5) as shown:
+                compiling.result()
+                shown.update()
     if cfg.serve.identical == "strict" and engine.sizes:
         engine.sizes.try_all()
     engine.scheduler.keep_prefixes(False)

@@ -1,6 +1,7 @@
 """`maxstack plan --serve`: memory, room for requests and bounds on speed, counted by hand."""
 
 import json
+from types import SimpleNamespace
 
 import parity
 import pytest
@@ -10,7 +11,7 @@ from tiny import ATTENTION, MLA
 from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.inference.capacity import capacity
-from maxstack.inference.engine_setup import make_limits
+from maxstack.inference.engine_setup import make_limits, room
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import inference_config
 from maxstack.inference.roofline import Device, DeviceWeight
@@ -53,6 +54,9 @@ def test_the_engine_makes_room_for_as_many_requests():
     free = int((made.memory.usable - made.memory.weights) * shards)
     limits, _ = make_limits(cfg, layout, 64, free)
     assert shards == 2 and limits.pages[0] / 4 == pytest.approx(made.lengths[0].fit, rel=1e-4)
+    programs = SimpleNamespace(layout=layout, limits=limits, replicas=1)
+    said = room(SimpleNamespace(programs=programs, max_length=64)).split()
+    assert float(said[2].replace(",", "")) == pytest.approx(made.lengths[0].fit, rel=1e-4)
 
 
 def test_decode_reads_the_weights_once_and_the_cache_of_each_request():
