@@ -218,6 +218,8 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     alone = bool(names) and not any(name.endswith(WEIGHTS) for name in names)
     contents = Contents(folder, weights=False) if of_hub or alone else open_contents(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"
+    if contents.dtype == "float16":
+        _warn(f"{folder}: holds float16; computed in bfloat16 unless model.dtype says otherwise")
     section = contents.mapping | {"weights": folder, "dtype": dtype}
     if contents.model.tokens and (said := pictures(contents.folder)):
         section["image_size"] = said.side

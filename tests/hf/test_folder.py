@@ -73,6 +73,13 @@ def test_without_weights_config_and_index_say_what_the_tensors_do(folder, family
     assert said.mapping == whole.mapping and said.dtype == whole.dtype and not said.tensors
 
 
+def test_float16_is_computed_in_bfloat16_and_said(folder, caplog):
+    held = {name: array.astype(np.float16) for name, array in tensors(folder).items()}
+    safetensors.numpy.save_file(held, folder / "model.safetensors")
+    assert config_of(str(folder), [])[0].model.dtype == "bfloat16"
+    assert f"{folder}: holds float16; computed in bfloat16" in caplog.text
+
+
 @pytest.mark.parametrize(
     "shard",
     [
