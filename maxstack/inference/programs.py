@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
@@ -143,9 +142,12 @@ class Programs(Runner):
             out_shardings=(everywhere, shardings[-1]),
             compiler_options=options,
         )
+        # Apart from the head, which is so compiled for numbers of outputs alone, not for each with
+        # each size of step.
+        self._take = jax.jit(lambda x_RD, wanted_O: x_RD[wanted_O], out_shardings=everywhere)
         self._head = jax.jit(
             run.within(lambda state, *given: self._logits(self._layers.model(state), *given)),
-            static_argnums=3,
+            static_argnums=2,
             out_shardings=everywhere,
             compiler_options=ordered,
         )
@@ -194,8 +196,10 @@ class Programs(Runner):
         def compile_size(size: int) -> Any:
             batch, _ = self.batch([], size)
             x_RD = compile_ahead(self._whole, layers.compile(cache, batch))
-            wanted_O = np.zeros(min(size, self.outputs[-1]), np.int32)
-            return compile_ahead(self._head, layers.weights, x_RD, wanted_O, None)[1]
+            for count in self.outputs:
+                if count <= size:
+                    x_OD = compile_ahead(self._take, x_RD, np.zeros(count, np.int32))
+            return compile_ahead(self._head, layers.weights, x_OD, None)[1]
 
         return compile_size
 
@@ -282,7 +286,7 @@ class Programs(Runner):
         # Padding asks for row 0 again, which costs little and compiles few shapes.
         wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
         wanted_O[: len(rows)] = rows
-        return self._head(self._layers.weights, x_RD, wanted_O, module)
+        return self._head(self._layers.weights, self._take(x_RD, wanted_O), module)
 
     def multi_step(
         self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None
@@ -354,14 +358,14 @@ class Programs(Runner):
     def logits_of(self, params: Any, x_OD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what `head` returns of all rows without a module, as a function of prepared
         weights."""
-        return self._logits(self._model(params), x_OD, jnp.arange(x_OD.shape[0]), None)
+        return self._logits(self._model(params), x_OD, None)
 
     def _logits(
-        self, model: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
+        self, model: Any, x_OD: jax.Array, module: int | None
     ) -> tuple[jax.Array, jax.Array]:
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with batch_invariant(self._group):
-            x_O1D = norm(x_RD[wanted_O][:, None])
+            x_O1D = norm(x_OD[:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
 
