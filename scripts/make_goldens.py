@@ -9,6 +9,7 @@ preprocessors  a picture as transformers' image processors see it
 low_bits       matrices packed by bitsandbytes and compressed-tensors
 tiktoken_ids   token ids of tiktoken by the patterns of Kimi K2, Qwen 1 and Llama 3
 tasks          results of lm-evaluation-harness (needs lm_eval)
+smollm2        answers, perplexity and adapter losses of a published model, from its GGUF file
 trl            values and gradients of TRL's losses
 
 `make oracle` makes the environment that they need. Each is a module of scripts/golden, which
