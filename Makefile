@@ -48,7 +48,7 @@ drills: .venv/test-installed
 	$(BIN)/python scripts/drills.py $(ARGS)
 
 oracle: .venv-oracle/installed .venv-xpk/installed
-	.venv-oracle/bin/python scripts/make_goldens.py families vision adapters absent low_bits tiktoken_ids trl --check
+	.venv-oracle/bin/python scripts/make_goldens.py families vision adapters absent low_bits tiktoken_ids trl smollm2 --check
 	.venv-oracle/bin/python scripts/oracle.py
 	.venv-oracle/bin/maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64 train.batch_size=64 \
 		run.output_dir=/gcs/runs | .venv-xpk/bin/python scripts/record_xpk_options.py --check
@@ -84,7 +84,7 @@ clean:
 .venv-oracle/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1 tiktoken bitsandbytes compressed-tensors
+	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1 'gguf>=0.17' tiktoken bitsandbytes compressed-tensors
 	@touch $@
 
 .venv-xpk/installed:
