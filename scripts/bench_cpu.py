@@ -5,8 +5,10 @@ longer rows, once each.
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only step --maxtext-python ../maxtext/bin/python
          python scripts/bench_cpu.py --tiny
+         python scripts/bench_cpu.py --model ./smollm2 --peer-python ../torch/bin/python
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -19,8 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import arguments
+from bench import arguments, workers
 from bench.cpu_tables import peer_tables
+from bench.gpu_tables import grid
 from bench.machine import lacks, processor, versions
 from bench.metrics import rows
 
@@ -72,7 +75,14 @@ def main() -> None:
         default=sys.executable,
         help="the interpreter that has MaxText (scripts/bench/maxtext.sh), if another",
     )
+    parser.add_argument(
+        "--model", help="a Hugging Face folder: only train it, beside transformers' Trainer"
+    )
     args = parser.parse_args()
+    if args.model:
+        if missing := lacks(args.peer_python, ["torch", "transformers", "accelerate"]):
+            sys.exit(f"--peer-python {args.peer_python} lacks {', '.join(missing)}")
+        return beside_trainer(args)
     found: dict[str, Any] = {
         "command": " ".join(["python scripts/bench_cpu.py", *sys.argv[1:]]),
         "date": f"{date.today()}",
@@ -127,6 +137,36 @@ def measure_step(programs: dict[str, str], rounds: int, size: Size, tiny: bool) 
         words = (f"run.compilation_cache={cache}", *ours(size, 3, "f32", tiny))
         found["start"] = {kind: train(*words)[1:] for kind in ("cold", "warm")}
     return found
+
+
+def beside_trainer(args: Any) -> None:
+    """Print the first loss, seconds to it, tokens/s and peak GB of both, in turns; the first round
+    of maxstack compiles its programs."""
+    length, each, steps = (32, 1, 3) if args.tiny else (512, 2, 8)
+    table = ["round,dtype,program,first loss,seconds to it,tokens/s,peak GB".split(",")]
+    with tempfile.TemporaryDirectory() as cache:
+        for number in range(1 if args.tiny else args.rounds):
+            for dtype, full in DTYPES.items():
+                done, first, peak = train(
+                    *(f"model.from={args.model}", f"model.dtype={full}", f"data.seq_len={length}"),
+                    *(f"data.sources.0.length={length + 1}", f"train.batch_size={each}"),
+                    *("data.shuffle=false", f"train.steps={steps}"),
+                    f"run.compilation_cache={cache}",
+                )
+                seconds = statistics.median(step["step_seconds"] for step in done[2:])
+                told = {"maxstack": (done[0]["loss"], first, seconds, peak)}
+                words = [args.model, dtype, *map(str, (length, each, steps))]
+                begin = time.time()
+                peer = [args.peer_python, "-m", "bench.torch_trainer", *words]
+                process = workers.start(peer, None)
+                (answer,) = workers.events(process.stdout)
+                usage, ends = os.wait4(process.pid, 0)[2], answer["ends"]
+                seconds = statistics.median(b - a for a, b in itertools.pairwise(ends[1:]))
+                told["Trainer"] = answer["loss"], ends[0] - begin, seconds, usage.ru_maxrss / 976562
+                for name, (loss, first, seconds, peak) in told.items():
+                    cells = f"{loss:.5f}", f"{first:.1f}", f"{each * length / seconds:.0f}"
+                    table.append([str(number), dtype, name, *cells, f"{peak:.2f}"])
+    print(grid(table[0], table[1:]))
 
 
 def run(

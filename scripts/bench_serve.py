@@ -9,6 +9,7 @@ reading of an array of the weights' size, each weight in the dtype's bytes, once
 example: python scripts/bench_serve.py --peer-python ../torch/bin/python --json bench.json
          python scripts/bench_serve.py --size 0.1 --dtype f32 --batch 1 --rounds 1
          python scripts/bench_serve.py --size 0.5 --batch 32 serve.rows=32
+         python scripts/bench_serve.py --whole ./smollm2 qwen3-0.6 --dtype f32 bf16 --rounds 3
 """
 
 import json
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, serve_folder, workers
+from bench import arguments, serve_folder, whole_commands, workers
 from bench.machine import lacks
 
 OURS, ANY, LIMIT = "maxstack", "maxstack any", "bandwidth"
@@ -83,8 +84,15 @@ def main() -> None:
         default=[sys.executable],
         help="interpreters; a peer runs in the first that has its packages",
     )
+    parser.add_argument(
+        "--whole", nargs="+", metavar="MODEL", help="folders or sizes: only the whole commands"
+    )
     arguments.takes_json(parser)
     args = parser.parse_args()
+    if args.whole:
+        python = find_peers(args.peer_python).get("transformers")
+        asked = args.whole, args.dtype, args.rounds, python, args.threads
+        return print(whole_commands.compare(*asked))
     pythons = dict.fromkeys((OURS, ANY, LIMIT), sys.executable) | find_peers(args.peer_python)
     found: dict[str, Any] = {}
     for size in args.size:

@@ -17,7 +17,6 @@ import peft
 import torch
 import transformers
 from smollm2 import BATCH, CONVERSATIONS, PAGE, RATE, ROWS, STEPS, TOKENS, fetch, write_adapter
-from torch.nn.utils.rnn import pad_sequence
 
 NAMES, CLOSE = ["smollm2"], 1e-5
 
@@ -69,13 +68,6 @@ def losses(model: Any, words: Any) -> list[float]:
         prompt, said = (words(text).input_ids for text in (begin, f"{answer['content']}<|im_end|>"))
         labels = [-100] * len(prompt) + said
         rows.append({"input_ids": prompt + said, "labels": labels})
-
-    def collate(chosen: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        lists = {key: [torch.tensor(row[key]) for row in chosen] for key in ("input_ids", "labels")}
-        ids = pad_sequence(lists["input_ids"], batch_first=True)
-        labels = pad_sequence(lists["labels"], batch_first=True, padding_value=-100)
-        return {"input_ids": ids, "labels": labels}
-
     model.is_quantized = False  # by its file; its weights are floats
     with tempfile.TemporaryDirectory() as temporary:
         adapter = write_adapter(Path(temporary) / "adapter")
@@ -95,7 +87,7 @@ def losses(model: Any, words: Any) -> list[float]:
         trainer = transformers.Trainer(
             peft.PeftModel.from_pretrained(model, adapter, is_trainable=True),
             settings,
-            data_collator=collate,
+            data_collator=transformers.DataCollatorForSeq2Seq(words),
             train_dataset=rows,
         )
         trainer.train()

@@ -155,6 +155,14 @@ def test_bench_serve_measures_prefill_and_decode_beside_the_bandwidth(tmp_path):
     }
 
 
+@pytest.mark.release
+def test_bench_serve_measures_whole_commands(tmp_path):
+    words = "--whole", "tiny", "--dtype", "f32", "--rounds", "1", "--peer-python", "no-such-python"
+    said = process("bench_serve.py", *words)
+    for program in ("maxstack cold", "maxstack warm"):
+        assert said.count(f"| tiny | f32 | {program} |") == 2
+
+
 def test_tasks_that_ship_are_written_as_files_that_are_read(tmp_path):
     process("make_tasks.py", "--out", tmp_path / "tasks")
     written = task_files.open_tasks([f"{tmp_path}/tasks/pairs.yaml"])
