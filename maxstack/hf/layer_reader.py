@@ -23,8 +23,6 @@ THREADS = 2
 """Layers that are read at a time: numpy copies on one thread."""
 ALIGNED = 64
 """Bytes: where an array begins at a multiple of these, jax reads it in place."""
-
-
 BLOCK = 1 << 24
 """Bytes that are read before the file's pages are given back."""
 
@@ -51,10 +49,13 @@ def load_layers(
     """Return the weights of a model folder by path, of stacks a tuple of layers. DataError as in
     `reader.load_params`, of the first number that is not finite wherever it is kept."""
     pieces = pieces_of(contents, {path: kept.shape for path, kept in wanted.items()}, model)
-    parts: list[tuple[str, int | None]] = []
+    parts: dict[tuple[str, int | None], list[Piece]] = {}
     for path, kept in wanted.items():
-        if pieces.get(path):
-            parts += [(path, i) for i in (range(kept.shape[0]) if kept.stacked else [None])]
+        for piece in pieces.get(path, ()):
+            layer = piece.target.lead[0] if kept.stacked else None
+            parts.setdefault((path, layer), []).append(piece)
+    # Tensors are bound in the order of the files.
+    order = sorted(parts, key=lambda part: part[1] or 0)
     total = sum(math.prod(kept.shape) for kept in wanted.values())
     with (
         tqdm(total=total, unit=" weights", unit_scale=True, desc="reading", disable=None) as bar,
@@ -63,28 +64,31 @@ def load_layers(
 
         def load(part: tuple[str, int | None]) -> jax.Array:
             path, layer = part
-            array = _read(pieces[path], wanted[path], layer, finite)
-            bar.update(array.size)
+            array = _read(parts[part], wanted[path], layer, finite)
             return jax.device_put(array, sharding, may_alias=True)
 
         loaded: dict[str, Any] = {}
-        for (path, layer), array in zip(parts, pool.map(load, parts), strict=True):
+        for (path, layer), array in zip(order, pool.map(load, order), strict=True):
+            bar.update(array.size)
             loaded[path] = array if layer is None else (*loaded.get(path, ()), array)
     return loaded
 
 
 def _read(pieces: list[Piece], kept: Kept, layer: int | None, finite: bool) -> np.ndarray:
-    own = [piece for piece in pieces if layer is None or piece.target.lead[0] == layer]
-    if len(own) == 1 and type(own[0]) is Piece and own[0].bound.experts is None:
+    """Return a weight, or one layer of a stack, from its pieces."""
+    first = pieces[0]
+    whole = len(pieces) == 1 and type(first) is Piece and first.bound.experts is None
+    if whole:
         # A view of the file, so that numbers are moved once.
-        values = own[0].view().astype(kept.dtype, copy=False)
+        values = first.view().astype(kept.dtype, copy=False)
     else:
-        read = slab_reader(pieces, kept.shape, kept.dtype, finite=False)
-        whole = [slice(None)] * len(kept.shape)
+        # Checks each piece, and names the one with a number that is not finite.
+        read = slab_reader(pieces, kept.shape, kept.dtype, finite)
+        rest = [slice(None)] * len(kept.shape)
         if layer is None:
-            values = read(tuple(whole))
+            values = read(tuple(rest))
         else:
-            values = read((slice(layer, layer + 1), *whole[1:]))[0]
+            values = read((slice(layer, layer + 1), *rest[1:]))[0]
     laid = kept.lay(values) if kept.lay else values
     array = _aligned(laid.shape, kept.dtype)
     rows, from_rows = np.atleast_1d(array), np.atleast_1d(laid)
@@ -92,11 +96,11 @@ def _read(pieces: list[Piece], kept: Kept, layer: int | None, finite: bool) -> n
     for begin in range(0, len(rows), count):
         some = slice(begin, begin + count)
         rows[some] = from_rows[some]
-        for piece in own:
+        for piece in pieces:
             # Pages of a map count as memory of this process until they are given back.
             piece.tensor.forget()
-    if finite:
-        check_finite(array, own[0].tensor.where)
+    if finite and whole:
+        check_finite(array, first.tensor.where)
     return array
 
 

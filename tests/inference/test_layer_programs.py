@@ -1,6 +1,8 @@
 """Programs and weights of a model's layers."""
 
 import dataclasses
+import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,8 +10,10 @@ import numpy as np
 import pytest
 from engines import answers, build
 from jax import monitoring
+from safetensors.numpy import load_file, save_file
 
 from maxstack import sharding
+from maxstack.errors import DataError
 from maxstack.inference import programs
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.engine_setup import OVERRIDES
@@ -28,6 +32,15 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0)
 
 def prompt(length):
     return [np.random.default_rng(1).integers(0, 128, length).tolist()]
+
+
+def unloaded(folder, dtype):
+    """The run of a folder, its programs without weights, and the run's own folder."""
+    cfg, own = config_of(str(folder), [*MESH, f"model.dtype={dtype}"])
+    cfg = programs.inference_config(cfg)
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
+    layout, limits = Layout.of(cfg.model, cfg.serve), Limits(8, 4, (8,) * 4, 2)
+    return run, programs.Programs(run, layout, limits, LENGTH, Adapters()), own
 
 
 def test_programs_are_compiled_by_kind_of_layer_whatever_the_depth():
@@ -64,11 +77,7 @@ def test_what_a_prompt_needs_is_compiled_before_there_are_weights(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma3"])
 def test_layers_of_a_folder_are_read_as_steps_keep_them(name, dtype):
-    cfg, own = config_of(str(GOLDENS / name), [*MESH, f"model.dtype={dtype}"])
-    cfg = programs.inference_config(cfg)
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
-    layout, limits = Layout.of(cfg.model, cfg.serve), Limits(8, 4, (8,) * 4, 2)
-    made = programs.Programs(run, layout, limits, LENGTH, Adapters())
+    run, made, own = unloaded(GOLDENS / name, dtype)
     whole = made.prepare(read_weights(str(GOLDENS / name), run, own), keep=False)
     layers = read_layers(run, made.kept())
     known = {path.removesuffix("/kept"): kept for path, kept in flat(whole).items()}
@@ -76,3 +85,15 @@ def test_layers_of_a_folder_are_read_as_steps_keep_them(name, dtype):
     for path, kept in known.items():
         for theirs, ours in zip(jax.tree.leaves(kept), jax.tree.leaves(layers[path]), strict=True):
             assert theirs.dtype == ours.dtype and theirs.tobytes() == ours.tobytes(), path
+
+
+def test_an_expert_that_is_not_finite_is_named(tmp_path):
+    shutil.copytree(GOLDENS / "mixtral", tmp_path / "mixtral")
+    file = tmp_path / "mixtral/model.safetensors"
+    tensors = load_file(file)
+    name = [name for name in sorted(tensors) if ".experts." in name][-1]
+    tensors[name][0, 0] = np.inf
+    save_file(tensors, file)
+    run, made, _ = unloaded(file.parent, "float32")
+    with pytest.raises(DataError, match=f"tensor {re.escape(name)}: 1 of"):
+        read_layers(run, made.kept())
