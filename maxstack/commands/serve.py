@@ -182,7 +182,6 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         Access(keys, LOOPBACK if args.host in LOOPBACK else ()),
         int(time.time()),
     )
-
     serve(
         make_app(state),
         listener,

@@ -187,7 +187,7 @@ def make_limits(
     bounded = layout.pages(length, serve.page, serve.rows)
     page_bytes = [layout.token_bytes(i) * serve.page for i in range(len(bounded))]
     snapshots = layout.snapshots(serve)
-    states = layout.request_bytes * (1 + serve.max_requests + snapshots)
+    states = _state_bytes(layout, serve.max_requests, snapshots)
     each = sum(count * size for count, size in zip(bounded, page_bytes, strict=True))
     wanted = each * serve.max_requests
     if serve.cache is not None:
@@ -229,12 +229,17 @@ def room(engine: "Engine") -> str:
     each = layout.pages(length, limits.page, limits.rows)
     fit = min(limits.requests, *(most // own for most, own in zip(limits.pages, each, strict=True)))
     pages = sum(layout.token_bytes(i) * count for i, count in enumerate(limits.pages))
-    states = layout.request_bytes * (1 + limits.requests + limits.snapshots)
+    states = _state_bytes(layout, limits.requests, limits.snapshots)
     size = bytes_text(programs.replicas * (limits.page * pages + states))
     return (
         f"room for {programs.replicas * fit:,} requests of {length:,} tokens at a time: {size} of "
         "cache at most, allocated as requests need it"
     )
+
+
+def _state_bytes(layout: Layout, requests: int, snapshots: int) -> int:
+    """Return the bytes of recurrent states, of which one belongs to no request."""
+    return layout.request_bytes * (1 + requests + snapshots)
 
 
 def _free(run: Any, layout: Layout, adapters: Any) -> int | None:

@@ -63,7 +63,7 @@ FEWEST, SMALL = 16, 1 << 23
 GROWTH = 4
 """The factor by which it grows: for each size programs are compiled anew."""
 THREADS = 2
-"""Weights that are converted at a time."""
+"""Weights that are converted, and sizes of step that are compiled, at a time."""
 SCRATCH = 128
 """Tokens of a text on which sizes of steps are tried."""
 
@@ -196,6 +196,7 @@ class Programs(Runner):
         def compile_size(size: int) -> Any:
             batch, _ = self.batch([], size)
             x_RD = compile_ahead(self._whole, layers.compile(cache, batch))
+            # The head of fewer outputs comes with a smaller size; rows are taken for all.
             for count in self.outputs:
                 if count <= size:
                     x_OD = compile_ahead(self._take, x_RD, np.zeros(count, np.int32))

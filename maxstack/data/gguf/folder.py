@@ -1,6 +1,7 @@
 """The folder that a GGUF file stands for: its metadata as files of a Hugging Face folder, in the
 cache, and a link to it."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -32,9 +33,7 @@ def folder_of(path: str) -> Path:
         state = file.stat()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    # With the sources of this package, so that a folder is not what an older version made of it.
-    sources = b"".join(each.read_bytes() for each in sorted(Path(__file__).parent.glob("*.py")))
-    identity = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{digest(sources)}"
+    identity = f"{file}\0{state.st_size}\0{state.st_mtime_ns}\0{_version()}"
     folder = storage.cache_folder() / "gguf" / digest(identity.encode()) / file.stem
     if (folder / LINK).exists():
         return folder
@@ -54,6 +53,14 @@ def folder_of(path: str) -> Path:
                 "folder with room"
             ) from error
     return folder
+
+
+@functools.cache
+def _version() -> str:
+    """Return a hash of the sources of this package, so that a folder is not what an older version
+    made of its file."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return digest(b"".join(each.read_bytes() for each in sources))
 
 
 def _files(file: GgufFile) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import numpy as np
 
 from maxstack.data.byte_level import QWEN2_PATTERN
 from maxstack.data.gguf.file import GgufFile
+from maxstack.data.pieces import SPACE
 from maxstack.errors import ConfigError, DataError, quoted
 
 V = TypeVar("V")
-SPACE = "\u2581"
 UNKNOWN, CONTROL = 2, 3
 USER_DEFINED = 4
 ENDS = (
