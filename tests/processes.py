@@ -1,5 +1,6 @@
 """Real `maxstack` processes for tests: started, watched, signalled, and their runs read back."""
 
+import contextlib
 import json
 import os
 import re
@@ -78,11 +79,12 @@ def stand_ins(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
 
 def children(pid: int) -> list[int]:
     """The pids of the processes that a process has started."""
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
 
 
 def training(submitted: int, number: int) -> int:

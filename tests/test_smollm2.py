@@ -19,7 +19,7 @@ from json_lines import read_rows, write_rows
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.release
-GOLDEN = np.load(smollm2.ROOT / "tests/goldens/smollm2/golden.npz")
+GOLDEN = np.load(smollm2.ROOT / "tests/goldens/smollm2/answers.npz")
 # Not the flags of tests, by which programs compile soon and run slowly, on eight devices.
 ENVIRONMENT = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 FLOAT32 = "model.dtype=float32"

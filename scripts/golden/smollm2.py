@@ -1,4 +1,4 @@
-"""smollm2/golden.npz: what transformers and peft compute, in float32, of the published
+"""smollm2/answers.npz: what transformers and peft compute, in float32, of the published
 SmolLM2-135M-Instruct (tests/smollm2.py), which they read from its GGUF file.
 
 `tokens` int32 [B, T]: greedy answers that no token ends, and `leads` float32 [B, T] of the best
@@ -34,7 +34,7 @@ def make(name: str, out: Path) -> None:
         logits = copy.deepcopy(model).double()(page).logits[0, :-1]
     (out / name).mkdir()
     np.savez_compressed(
-        out / name / "golden.npz",
+        out / name / "answers.npz",
         tokens=torch.stack(tokens).int(),
         leads=torch.stack(leads),
         perplexity=torch.nn.functional.cross_entropy(logits, page[0, 1:]).exp(),
