@@ -2,15 +2,18 @@
 it.
 
 XLA promises nothing of the kind: it may choose another order of sums for another number of rows. So
-each size of step is tried before it is first used. A random text is computed alone by the smallest
-size, then behind rows of another text by the size in question, and all bits of the logits are
-compared. Where a size differs, all are tried and compared with the largest one, those that differ
-are dropped, and what was computed by them is computed again.
+each size of step is tried before it is first used, and so is each number of outputs of the head. A
+random text is computed alone by the smallest size, then behind rows of another text by the size in
+question, and all bits of the states after the last block and of the logits are compared. Where a
+size differs, all are tried and compared with the largest one, those that differ are dropped, and
+what was computed by them is computed again.
 
 Trying takes two slots and a few pages of the cache that no request uses (`Runner.scratch`).
 """
 
 import logging
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +25,15 @@ log = logging.getLogger(__name__)
 SMALL = 32
 """Rows up to which a size is compared with the largest in two steps, of which the second reads keys
 that the first one cached; larger ones would need long texts and time for it."""
+
+
+class Bits(NamedTuple):
+    """What a size made of a text."""
+
+    states: list[bytes]
+    """Of each token, after the last block."""
+    logits: list[bytes]
+    """After the first tokens of each step; where there are several, after all their tokens."""
 
 
 class StepSizes:
@@ -37,23 +49,29 @@ class StepSizes:
         self._texts = [rng.integers(0, vocab, length).tolist() for _ in range(2)]
         # Cached arrays of another number of pages have programs of their own.
         self._tried: set[tuple[int, ...]] = set()
-        self._known: list[bytes] = []
+        # The head does not read the cache.
+        self._heads: set[int] = set()
+        self._known = Bits([], [])
 
-    def admit(self, rows: int) -> bool:
-        """Try the size that a step of so many rows has, unless it was tried -> False where other
-        sizes are to be used from now on. ConfigError where none is left and
-        serve.identical=strict."""
+    def admit(self, rows: int, outputs: Collection[int] | None = None) -> bool:
+        """Try the size that a step of so many rows has, and the head for these numbers of outputs,
+        by default as many as the step can have, unless they were tried -> False where other sizes
+        are to be used from now on. ConfigError where none is left and serve.identical=strict."""
         size = next(size for size in self._programs.sizes if size >= rows)
-        if self._asked == "any" or self._key(size) in self._tried:
+        heads = {self._head(count) for count in ([size] if outputs is None else outputs)}
+        untried = sorted(heads - self._heads)
+        if self._asked == "any" or (self._key(size) in self._tried and not untried):
             return True
+        smallest = self._programs.sizes[0]
+        wanted = [(smallest, smallest), *((size, head) for head in untried or [smallest])]
         with progress(2, f"compiling for steps of {size} tokens", "programs") as shown:
-            smallest = self._programs.sizes[0]
-            if not self._known:
+            if not self._known.states:
                 # The second step reads keys that the first one cached.
-                self._known = self._logits(smallest, 0, 2)
+                self._known = self._bits(smallest, 0, 2, smallest)
             shown.update()
-            for each in dict.fromkeys((smallest, size)):
-                if self._key(each) not in self._tried and not self._agrees(each, 1):
+            for each, head in dict.fromkeys(wanted):
+                tried = self._key(each) in self._tried and self._head(head) in self._heads
+                if not tried and not self._agrees(each, 1, head):
                     return self.try_all()
             shown.update()
         return True
@@ -98,35 +116,45 @@ class StepSizes:
         return programs.sizes == sizes
 
     def different(self) -> list[int]:
-        """Return the sizes in which a text's logits beside another text differ in any bit from
-        those of the largest size alone."""
+        """Return the sizes in which a text's states or logits beside another text differ in any bit
+        from those of the largest size alone."""
         sizes, different = self._programs.sizes, []
         with progress(len(sizes), "compiling", "programs") as shown:
-            self._known = self._logits(sizes[-1], 0, 1)
+            self._known = self._bits(sizes[-1], 0, 1, sizes[-1])
             for size in sizes:
-                if not self._agrees(size, 1 if size > SMALL else 2):
+                if not self._agrees(size, 1 if size > SMALL else 2, size):
                     different.append(size)
                 shown.update()
         return different
 
-    def _agrees(self, size: int, steps: int) -> bool:
-        """Compare a size with what is known, to which it adds."""
-        made = self._logits(size, size // 3 if self._programs.scratch_texts > 1 else 0, steps)
-        if any(row != known for row, known in zip(made, self._known, strict=False)):
-            return False
+    def _agrees(self, size: int, steps: int, outputs: int) -> bool:
+        """Compare a size, and the head for so many outputs, with what is known, to which they
+        add."""
+        beside = size // 3 if self._programs.scratch_texts > 1 else 0
+        made = self._bits(size, beside, steps, outputs)
+        for rows, known in zip(made, self._known, strict=True):
+            if any(row != other for row, other in zip(rows, known, strict=False)):
+                return False
         self._tried.add(self._key(size))
-        self._known += made[len(self._known) :]
+        self._heads.add(self._head(outputs))
+        for rows, known in zip(made, self._known, strict=True):
+            known += rows[len(known) :]
         return True
+
+    def _head(self, outputs: int) -> int:
+        """Return the number of outputs for which the head of so many is compiled."""
+        return next((s for s in self._programs.outputs if s >= outputs), self._programs.outputs[-1])
 
     def _key(self, size: int) -> tuple[int, ...]:
         return size, *self._programs.held
 
-    def _logits(self, size: int, beside: int, steps: int) -> list[bytes]:
-        """Return the logits of the first steps of the first text, each after `beside` rows of the
-        other."""
+    def _bits(self, size: int, beside: int, steps: int, outputs: int) -> Bits:
+        """Return what the first steps of the first text give, each after `beside` rows of the
+        other, and the head for at most so many of a step's tokens."""
         programs = self._programs
         own, length = size - beside, len(self._texts[0])
-        rows: list[bytes] = []
+        states: list[bytes] = []
+        logits: list[bytes] = []
         for start in range(0, min(length, own * steps), own):
             chunks = [self._chunk(0, start, own)]
             if beside:
@@ -134,10 +162,14 @@ class StepSizes:
                 chunks.insert(0, self._chunk(1, start // own * beside % length, beside))
             batch, firsts = programs.batch(chunks)
             x_RD = programs.forward(batch)
-            wanted = len(chunks[-1].tokens[: programs.outputs[-1]])
-            _, logits_OV = programs.head(x_RD, range(firsts[-1], firsts[-1] + wanted))
-            rows += [row.tobytes() for row in np.asarray(logits_OV)[:wanted]]
-        return rows
+            first, tokens = firsts[-1], len(chunks[-1].tokens)
+            states += _rows(np.asarray(x_RD)[first : first + tokens])
+            # The head of so many rows is tried, also where fewer are of this text.
+            count = self._head(outputs)
+            rows = [min(first + i, first + tokens - 1) for i in range(count)]
+            _, logits_OV = programs.head(x_RD, rows)
+            logits += _rows(np.asarray(logits_OV)[: min(count, tokens)])
+        return Bits(states, logits)
 
     def _chunk(self, text: int, start: int, count: int) -> ChunkTokens:
         slot, pages = self._programs.scratch(text)
@@ -145,3 +177,7 @@ class StepSizes:
         # With adapters, try one beside rows that have none.
         adapter = 0 if text else self._programs.adapters
         return ChunkTokens(0, slot, start, tokens, pages, adapter)
+
+
+def _rows(array: np.ndarray) -> list[bytes]:
+    return [row.tobytes() for row in array]

@@ -102,10 +102,14 @@ class Engine:
     def compile(self, prompt: int | None, draws: bool = True) -> None:
         """Compile what a prompt of so many tokens and its answer need, before there are weights.
         None: what all prompts need. `draws`: not all tokens are the likeliest ones."""
-        sizes = self.programs.sizes
-        logits = self.programs.compile(sizes if prompt is None else sizes_of_prompt(sizes, prompt))
-        if logits:
-            self._sampler.compile(logits[0], draws)
+        sizes, outputs = self.programs.sizes, self.programs.outputs
+        if prompt is None:
+            logits_OV = self.programs.compile(sizes, outputs)
+        else:
+            # Of a prompt, only the last token is followed by one that is chosen.
+            logits_OV = self.programs.compile(sizes_of_prompt(sizes, prompt), outputs[:1])
+        if logits_OV is not None:
+            self._sampler.compile(logits_OV, draws)
 
     def load(self, params: Any) -> None:
         """Replace the weights by others, which the caller keeps, or None to forget them. Nothing
@@ -180,17 +184,20 @@ class Engine:
             assert not self._sequences, "requests wait, and none can run"
             self.programs.copy(copies)
             return []
-        if self.sizes and not self.sizes.admit(self._rows(chunks)):
+        # First, since the cache may grow for it.
+        batch, wanted, firsts = self._batch(chunks)
+        most = self.programs.outputs[-1]
+        outputs = {len(wanted[i : i + most]) for i in range(0, len(wanted), most)}
+        if self.sizes and not self.sizes.admit(self._rows(chunks), outputs):
             # Other sizes give other bits, so what the dropped ones cached is computed again.
             self.scheduler.restart()
             return []
         self.programs.copy(copies)
         if many > 1 and (steps := self._reserve_steps(chunks, many)) > 1:
-            outputs = self._multi_step(chunks, steps)
-            if outputs is not None:
-                return outputs
+            several = self._multi_step(chunks, steps)
+            if several is not None:
+                return several
         began = time.perf_counter()
-        batch, wanted, firsts = self._batch(chunks)
         x_RD = self.programs.forward(batch)
         # Logits are a program of their own: the head is a fifth of the weights of a 0.1 B model,
         # and of a prompt's 512 rows only the last may be wanted.
@@ -202,18 +209,18 @@ class Engine:
             tokens[number, row.position] = token
             if row.sequence.sampling.embed:
                 embeddings[number] = np.asarray(normed_D(), np.float32)
-        outputs = []
+        progress = []
         for chunk in chunks:
             output = self._finish(chunk, tokens)
             if output is not None and output.request in embeddings:
                 embedding = embeddings[output.request]
                 output = dataclasses.replace(output, tokens=(), embedding=embedding)
             if output is not None:
-                outputs.append(output)
+                progress.append(output)
         if self.cfg.serve.modules:
             self._draft_by_modules(x_RD, batch, chunks, firsts)
         self._fastest = min(self._fastest, time.perf_counter() - began)
-        return outputs
+        return progress
 
     def try_sizes(self) -> None:
         """Try all sizes of steps, while no request runs."""

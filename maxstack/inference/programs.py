@@ -172,35 +172,43 @@ class Programs(Runner):
             self._params = self.prepare(params, keep)
             self._layers.load(self._model(self._params))
 
-    def compile(self, sizes: Sequence[int]) -> list[Any]:
+    def compile(self, sizes: Sequence[int], outputs: Collection[int]) -> Any:
         # On several devices only the loaded weights have the shardings that programs depend on.
         if self._run.mesh.size > 1:
-            return []
+            return None
         with ThreadPoolExecutor(THREADS, "compiler") as pool:
-            return [*pool.map(self._compile_size(self.held), sizes)]
+            made = [*pool.map(self._compile_size(self.held, outputs), sizes)]
+        logits = (logits_OV for logits_OV in made if logits_OV is not None)
+        return min(logits, key=lambda logits_OV: logits_OV.shape[0], default=None)
 
     def compile_larger(self) -> None:
         self._compiles_larger = True
         held = self._enough([1 + held for held in self.held])
         if held != self.held and self._run.mesh.size == 1:
-            compile_size = self._compile_size(held)
+            # The head does not read the cache.
+            compile_size = self._compile_size(held, ())
             for size in self.sizes:
                 self._compiler.submit(compile_size, size)
 
-    def _compile_size(self, held: Sequence[int]) -> Callable[[int], Any]:
+    def _compile_size(self, held: Sequence[int], outputs: Collection[int]) -> Callable[[int], Any]:
         """Return a function that compiles the programs of a size of step, with a cache of so many
-        pages by group, and returns the shape of its logits."""
+        pages by group and the head for so many outputs -> the shape of its logits, None where the
+        head comes with another size."""
         layers = self._layers.shapes(self._model(self._prepared_shapes()))
         cache = self._arrays.shapes(self.cache, held)
 
         def compile_size(size: int) -> Any:
             batch, _ = self.batch([], size)
             x_RD = compile_ahead(self._whole, layers.compile(cache, batch))
-            # The head of fewer outputs comes with a smaller size; rows are taken for all.
+            # Of each step any number of rows may be taken; a head comes with the smallest step.
+            logits_OV = None
             for count in self.outputs:
-                if count <= size:
-                    x_OD = compile_ahead(self._take, x_RD, np.zeros(count, np.int32))
-            return compile_ahead(self._head, layers.weights, x_OD, None)[1]
+                if count > size:
+                    break
+                x_OD = compile_ahead(self._take, x_RD, np.zeros(count, np.int32))
+                if count in outputs and size == next(s for s in self.sizes if s >= count):
+                    logits_OV = compile_ahead(self._head, layers.weights, x_OD, None)[1]
+            return logits_OV
 
         return compile_size
 

@@ -6,7 +6,7 @@ for each slot. `copy` moves recurrent states and pages inside the cache between 
 Shapes: R rows of all replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -112,10 +112,11 @@ class Runner:
         """Take weights by path, as `kept` describes them, for the first time."""
         raise NotImplementedError
 
-    def compile(self, sizes: Sequence[int]) -> list[Any]:
-        """Compile the programs of steps of these sizes before there are weights -> shapes of the
-        logits; none where the programs cannot be known."""
-        return []
+    def compile(self, sizes: Sequence[int], outputs: Collection[int]) -> Any:
+        """Compile the programs of steps of these sizes, and the head for so many outputs, before
+        there are weights -> the shape of the logits of fewest outputs; None where the programs
+        cannot be known."""
+        return None
 
     def compile_larger(self) -> None:
         """Compile in the background what steps need when the cache has grown, now and each time

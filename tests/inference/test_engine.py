@@ -382,16 +382,19 @@ def test_a_cache_that_grows_and_sizes_that_are_tried_change_no_bit(name, mesh, m
     assert mesh or engine.programs.sizes == step_sizes(limits)
 
 
-def test_what_a_size_with_other_bits_computed_is_computed_again(monkeypatch, caplog):
+@pytest.mark.parametrize("part", ["states", "logits"])
+def test_what_a_size_with_other_bits_computed_is_computed_again(part, monkeypatch, caplog):
     prompts = random_prompts(19, 26, 7)
     engine, limits = build(GOLDENS["llama"], [*OVERRIDES, "mesh.tensor=1"], LENGTH, on_demand=1)
-    known = StepSizes._logits
+    known = StepSizes._bits
 
-    def differing(self, size, *others):
-        rows = known(self, size, *others)
-        return [row + b"." for row in rows] if size == 2 else rows
+    def differing(self, size, beside, steps, outputs):
+        bits = known(self, size, beside, steps, outputs)
+        if (size if part == "states" else outputs) != 2:
+            return bits
+        return bits._replace(**{part: [row + b"." for row in getattr(bits, part)]})
 
-    monkeypatch.setattr(StepSizes, "_logits", differing)
+    monkeypatch.setattr(StepSizes, "_bits", differing)
     assert answers(engine, prompts, GREEDY) == answers(engine_of("llama"), prompts, GREEDY)
     assert 2 in step_sizes(limits) and 2 not in engine.programs.sizes
     assert "are used, so that an answer does not depend on other requests" in caplog.text
