@@ -18,6 +18,7 @@ from typing import Any
 import pydantic
 from pydantic import TypeAdapter
 
+import maxstack
 from maxstack import config
 from maxstack.config import Fault, storage, trust
 from maxstack.config.annotations import listed
@@ -379,3 +380,12 @@ def _with_tokenizer(tree: Node) -> Node:
     if any(holds_text(plain(source)) for source in listed if source.mapping):
         raise ConfigError(f"{folder.where}: {unread(local)}")
     return tree
+
+
+def _load(config: config.Source, *overrides: str) -> Config:
+    """Return the configuration of a run from a file, a preset's name or a mapping, with overrides
+    such as "train.steps=10". ConfigError names the place of every problem."""
+    return load(config, overrides)
+
+
+maxstack._call(__name__, _load)

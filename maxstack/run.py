@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxstack import optim
+from maxstack import optim, sharding
 from maxstack.data.batches import Batches
 from maxstack.faults import guard
 from maxstack.hardware import compiling
@@ -184,9 +184,11 @@ def of_teacher(cfg: "Config") -> "Config":
     )
 
 
-def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
-    """Resolve everything that a run is made of; without `trains` there is no optimizer. ConfigError
-    where the parts do not fit."""
+def assemble(cfg: "Config", mesh: Mesh | None = None, trains: bool = True) -> Run:
+    """Resolve everything that a run is made of, on a mesh, by default that of `cfg.mesh` over all
+    devices; without `trains` there is no optimizer. ConfigError where the parts do not fit."""
+    if mesh is None:
+        mesh = sharding.make_mesh(cfg.mesh, jax.devices())
     rewrite = Rewrite(cfg)
     params, info = of_weights(rewrite.state, rewrite.replaced)
     if trains:

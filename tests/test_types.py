@@ -1,4 +1,4 @@
-"""Types of the whole package, by mypy as pyproject.toml sets it."""
+"""Types of the whole package and of a user's file, by mypy as pyproject.toml sets it."""
 
 import subprocess
 import sys
@@ -7,5 +7,10 @@ from pathlib import Path
 
 def test_mypy_finds_nothing():
     root = Path(__file__).resolve().parent.parent
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "maxstack", "tests/typed_user.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from maxstack import load
 from maxstack.data.sources import open_sources
 from maxstack.errors import ConfigError
 from maxstack.evals.baselines import texts_of
+from maxstack.load import load
 
 BEFORE = 3
 """Lines of context."""
@@ -54,7 +54,7 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[Question]:
 def _lines() -> tuple[Line, ...]:
     """Return the usable lines of the files that quickstart.yml holds out."""
     # As bytes: the quickstart's own tokenizer is learnt in a run and need not exist here.
-    data = load.load("quickstart", ["data.tokenizer={kind: bytes}"]).data
+    data = load("quickstart", ["data.tokenizer={kind: bytes}"]).data
     found = []
     for text in texts_of(data, open_sources(data, evaluation=True)):
         lines = text.decode(errors="replace").split("\n")

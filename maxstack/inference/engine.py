@@ -165,6 +165,13 @@ class Engine:
         if sequence is not None:
             self.scheduler.remove(sequence)
 
+    def renew(self) -> None:
+        """End all requests and begin with an empty cache, after a step that was interrupted."""
+        for number in [*self._sequences]:
+            self.abort(number)
+        self.programs.renew()
+        self.scheduler.forget()
+
     @property
     def busy(self) -> bool:
         """True while a request waits or runs."""

@@ -1,25 +1,28 @@
 """Generation in this process: a prompt answered as a stream of text, or a file of prompts."""
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.chat import ChatTemplate, encode_chat, to_template_messages
 from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.request import Sampling, Token
+from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.resumable_file import ResumableFile
 from maxstack.inference.text import TextStream
 from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
     from maxstack.data.tokenizers import Tokenizer
+    from maxstack.inference.engine import Engine
     from maxstack.inference.engine_setup import Served
 
 log = logging.getLogger(__name__)
@@ -132,6 +135,109 @@ def encode_messages(
     return encode_chat(tokenizer, template.render(to_template_messages(messages)))[0].tolist()
 
 
+class Question(NamedTuple):
+    """A prompt that is to be answered."""
+
+    key: Any
+    tokens: Sequence[int]
+    sampling: Sampling
+    text: TextStream | None
+    """None: of the answer, tokens alone are wanted."""
+    adapter: str | None = None
+    where: str = ""
+    """Where the prompt stands, for errors."""
+
+
+class Answer:
+    """The answer to a question, of the tokens so far."""
+
+    def __init__(self, question: Question):
+        self.question = question
+        self.tokens: list[Token] = []
+        self.prompt: list[Token] = []
+        """Tokens of the prompt, where their log-probabilities were asked for."""
+        self.finish = "stop"
+        """stop: a stop token or a stop string; length: max_tokens, or the model's length."""
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str | None:
+        """The text of an answer that has ended; None where none was wanted."""
+        text = self.question.text
+        return "".join(self._parts) + text.flush() if text else None
+
+    def add(self, output: Output) -> bool:
+        """Add the progress of a step -> True where the answer has ended."""
+        self.prompt += output.prompt
+        text = self.question.text
+        for token in output.tokens:
+            self.tokens.append(token)
+            if text is not None:
+                self._parts.append(text.feed(token.token))
+                # The engine knows tokens alone.
+                if text.stopped is not None:
+                    return True
+        self.finish = output.finish or self.finish
+        return output.finish is not None
+
+
+def answer_all(engine: "Engine", questions: Iterable[Question]) -> Iterator[Answer]:
+    """Answer questions, many at a time -> each answer as it ends. DataError for a prompt that
+    cannot be answered."""
+    # A few more than run at a time keep the engine full; the rest need not be held there as well.
+    limit = engine.cfg.serve.max_requests * AHEAD
+    waiting, running = iter(questions), dict[int, Answer]()
+    with _ending(engine, running):
+        while True:
+            for question in itertools.islice(waiting, limit - len(running)):
+                try:
+                    number = engine.add(
+                        question.tokens, question.sampling, adapter=question.adapter
+                    )
+                except DataError as error:
+                    raise DataError(f"{question.where}: {error}") from None
+                running[number] = Answer(question)
+            if not running:
+                return
+            # Nobody reads along, so several steps in one program cost no latency.
+            for output in engine.step(many=STEPS):
+                answer = running[output.request]
+                if answer.add(output):
+                    del running[output.request]
+                    # Does nothing where the engine ended it.
+                    engine.abort(output.request)
+                    yield answer
+
+
+def stream_answer(engine: "Engine", question: Question) -> Iterator[str]:
+    """Yield the text of an answer, in pieces as they become certain."""
+    text = question.text
+    assert text is not None
+    number = engine.add(question.tokens, question.sampling, adapter=question.adapter)
+    with _ending(engine, [number]):
+        # Stop strings are found here, because the engine knows tokens alone.
+        while engine.sequence(number) is not None and text.stopped is None:
+            for output in engine.step():
+                for token in output.tokens:
+                    yield text.feed(token.token)
+    yield text.flush()
+
+
+@contextlib.contextmanager
+def _ending(engine: "Engine", numbers: Collection[int]) -> Iterator[None]:
+    """End the requests of these numbers that still run at the end, also where a caller stops
+    reading: their pages go back."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        # In a notebook the engine lives on, and the step may have taken its cache.
+        engine.renew()
+        raise
+    finally:
+        for number in numbers:
+            engine.abort(number)
+
+
 class Generator:
     """Generates text from prompts."""
 
@@ -163,7 +269,6 @@ class Generator:
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
         """Yield the answer to a prompt, in pieces as they become certain."""
         engine = self._served.engine
-        text = TextStream(self._tokenizer, prompt, self._stops)
         sampling = dataclasses.replace(self.sampling, choice=choice)
         room = engine.max_length - len(prompt)
         # Once for a prompt, not for each of its answers.
@@ -173,17 +278,8 @@ class Generator:
                 engine.max_length,
                 room,
             )
-        number = engine.add(prompt, sampling, adapter=self._adapter)
-        try:
-            # Stop strings are found here, because the engine knows tokens alone.
-            while engine.sequence(number) is not None and text.stopped is None:
-                for output in engine.step():
-                    for token in output.tokens:
-                        yield text.feed(token.token)
-        finally:
-            # Also where the caller stops reading: its pages go back.
-            engine.abort(number)
-        yield text.flush()
+        text = TextStream(self._tokenizer, prompt, self._stops)
+        yield from stream_answer(engine, Question(0, prompt, sampling, text, self._adapter))
 
     def answer_file(
         self, prompts: Sequence[Prompt], out: str, count: int, chat: bool, system: str | None
@@ -207,43 +303,35 @@ class Generator:
         count: int,
         answers: ResumableFile,
     ) -> None:
-        engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
-        waiting, running = list(encoded), dict[int, _Answer]()
-        # `pop` takes from the end in constant time.
-        waiting.reverse()
+        # A choice of its own for each answer, so that equal prompts get different answers; by its
+        # place in the file, so that a resumed call makes the same.
+        questions = (
+            Question(
+                key,
+                tokens,
+                dataclasses.replace(self.sampling, choice=key[0] * count + key[1], logprobs=0),
+                self._text(tokens),
+                self._adapter,
+                prompts[key[0]].where,
+            )
+            for key, tokens in encoded.items()
+        )
         shown = progress(len(prompts) * count, "generating", "answers", len(answers.lines))
         # Tokens of this call alone, for the speed: those of an earlier call cost no time now.
         made = 0
         with shown:
-            while waiting or running:
-                # A few more than run at a time keep the engine full; the rest need not be held
-                # there as well.
-                while waiting and len(running) < limit:
-                    i, choice = key = waiting.pop()
-                    # A choice of its own for each answer, so that equal prompts get different
-                    # answers; by its place in the file, so that a resumed call makes the same.
-                    sampling = dataclasses.replace(
-                        self.sampling, choice=i * count + choice, logprobs=0
-                    )
-                    try:
-                        number = engine.add(encoded[key], sampling, adapter=self._adapter)
-                    except DataError as error:
-                        raise DataError(f"{prompts[i].where}: {error}") from None
-                    running[number] = _Answer(key, self._text(encoded[key]))
-                # Nobody reads along, so several steps in one program cost no latency.
-                for output in engine.step(many=STEPS):
-                    answer = running[output.request]
-                    made += len(output.tokens)
-                    # A stop string ends the text before the engine knows of it.
-                    if answer.add(output.tokens) and output.finish is None:
-                        engine.abort(output.request)
-                    elif output.finish is None:
-                        continue
-                    del running[output.request]
-                    i, choice = answer.key
-                    row = {"id": prompts[i].id} | ({"choice": choice} if count > 1 else {})
-                    answers.append(answer.key, row | answer.row(output.finish))
-                    shown.update()
+            for answer in answer_all(self._served.engine, questions):
+                i, choice = key = answer.question.key
+                row = {"id": prompts[i].id} | ({"choice": choice} if count > 1 else {})
+                row |= {
+                    "text": answer.text,
+                    "tokens": [token.token for token in answer.tokens],
+                    "logprobs": [token.logprob for token in answer.tokens],
+                    "finish_reason": answer.finish,
+                }
+                answers.append(key, row)
+                made += len(answer.tokens)
+                shown.update()
                 if shown.format_dict["elapsed"]:
                     speed = f"{made / shown.format_dict['elapsed']:.1f} tokens/s"
                     shown.set_postfix_str(speed, refresh=False)
@@ -278,33 +366,3 @@ class Generator:
         del sampling["grammar"]
         words = json.dumps([self._served.model, self._adapter, told, sampling], sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()
-
-
-class _Answer:
-    """An answer that is being generated."""
-
-    def __init__(self, key: tuple[int, int], text: TextStream | None):
-        self.key, self._text = key, text
-        self._tokens: list[Token] = []
-        self._parts: list[str] = []
-
-    def add(self, tokens: Sequence[Token]) -> bool:
-        """Add tokens -> True where a stop string ended the text."""
-        for token in tokens:
-            self._tokens.append(token)
-            if self._text is not None:
-                self._parts.append(self._text.feed(token.token))
-                if self._text.stopped is not None:
-                    return True
-        return False
-
-    def row(self, finish: str | None) -> dict[str, Any]:
-        text = None
-        if self._text is not None:
-            text = "".join(self._parts) + self._text.flush()
-        return {
-            "text": text,
-            "tokens": [token.token for token in self._tokens],
-            "logprobs": [token.logprob for token in self._tokens],
-            "finish_reason": finish or "stop",
-        }

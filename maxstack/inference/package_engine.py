@@ -70,7 +70,10 @@ class PackageRunner(Runner):
         self._package = package
         self.sizes = _rows_of(package, "prefill")
         self._outputs = _rows_of(package, "logits")
-        self.cache = unflatten_cache(package.state(), len(layout.arrays))
+        self.renew()
+
+    def renew(self) -> None:
+        self.cache = unflatten_cache(self._package.state(), len(self.layout.arrays))
 
     @property
     def outputs(self) -> tuple[int, ...]:

@@ -167,7 +167,7 @@ class Programs(Runner):
         self._layers.forget()
         # Keep the cache between loads; the scheduler forgets its contents (`Engine.load`).
         if self.cache is None:
-            self.cache = self._arrays.make()
+            self.renew()
         if params is not None:
             self._params = self.prepare(params, keep)
             self._layers.load(self._model(self._params))
@@ -211,6 +211,9 @@ class Programs(Runner):
             return logits_OV
 
         return compile_size
+
+    def renew(self) -> None:
+        self.cache = self._arrays.make()
 
     def close(self) -> None:
         self._compiler.shutdown(wait=False, cancel_futures=True)

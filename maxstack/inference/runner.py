@@ -122,6 +122,10 @@ class Runner:
         """Compile in the background what steps need when the cache has grown, now and each time
         that it grows."""
 
+    def renew(self) -> None:
+        """Make the cache anew."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Compile nothing more in the background."""
 

@@ -9,7 +9,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from maxstack import strict_json
 from maxstack.errors import DataError, quoted
 from maxstack.inference.server.refusal import Refusal
-from maxstack.schema.sampling import Temperature, TopK, TopP
+from maxstack.schema.sampling import (
+    AnyTopK,
+    MinP,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TopP,
+)
 
 LOGPROBS = 20
 """Likeliest tokens that a request may ask for."""
@@ -28,7 +35,6 @@ with a part and a call, has 100,000."""
 
 Count = Annotated[int, Field(ge=0)]
 TopLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Key = Annotated[int, Field(strict=False)]
 """An integer as a key of JSON, which is a text."""
@@ -123,10 +129,9 @@ class SamplingBody(Body):
     max_tokens: Count | None = None
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    # vLLM's word for all is -1.
-    top_k: Annotated[TopK, BeforeValidator(lambda given: 0 if given == -1 else given)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    top_k: AnyTopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[
