@@ -27,7 +27,7 @@ MODULES = {
 # in the same line. The longest name counts.
 LEVELS = (
     ("commands",),
-    ("train", "submit"),
+    ("train", "submit", "llm"),
     ("elastic", "cli", "faults.supervisor"),
     ("command",),
     ("loop",),
