@@ -3,45 +3,75 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from maxstack.callbacks import Callback, Training
+    from maxstack.convert import export_folder, import_folder
     from maxstack.errors import ConfigError, DataError
+    from maxstack.library import Model, dataset, evaluate, model
     from maxstack.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
     from maxstack.run import Run, assemble
     from maxstack.schema.config import Config
+    from maxstack.train import Trained
 
     # Checkers of types would take these for modules.
     def load(config: str | Path | dict[str, Any], *overrides: str) -> Config: ...
+    def train(
+        config: Config | str | Path | dict[str, Any],
+        *,
+        callbacks: Sequence[Callback] = (),
+        force_config: Sequence[str] = (),
+    ) -> Trained: ...
 
 
 _PLACES = {
+    "Callback": "maxstack.callbacks",
     "CompletionOutput": "maxstack.llm",
     "Config": "maxstack.schema.config",
     "ConfigError": "maxstack.errors",
     "DataError": "maxstack.errors",
     "LLM": "maxstack.llm",
     "RequestOutput": "maxstack.llm",
+    "Model": "maxstack.library",
     "Run": "maxstack.run",
     "SamplingParams": "maxstack.llm",
+    "Trained": "maxstack.train",
+    "Training": "maxstack.callbacks",
     "assemble": "maxstack.run",
+    "dataset": "maxstack.library",
+    "evaluate": "maxstack.library",
+    "export_folder": "maxstack.convert",
+    "import_folder": "maxstack.convert",
     "load": "maxstack",
+    "model": "maxstack.library",
+    "train": "maxstack",
 }
 __all__ = [
     "LLM",
+    "Callback",
     "CompletionOutput",
     "Config",
     "ConfigError",
     "DataError",
+    "Model",
     "RequestOutput",
     "Run",
     "SamplingParams",
+    "Trained",
+    "Training",
     "assemble",
+    "dataset",
+    "evaluate",
+    "export_folder",
+    "import_folder",
     "load",
+    "model",
+    "train",
 ]
 
 

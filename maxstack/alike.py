@@ -81,11 +81,11 @@ def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str
 
 def _named(key: str, value: str) -> Iterator[str]:
     """The digest of the file, folder or module that a value names; nothing where it names none.
-    Finding a module imports the packages around it, so it is done only for `call`, which must be
-    trusted."""
+    Finding a module imports the packages around it, so it is done only for `call` and `kind`, which
+    must be trusted."""
     # Any text a.b:c looks like a function, and finding the module a.b runs the package a: a
     # source's name in a run's record could run code of the working folder.
-    if key.endswith(".call") and CALL.fullmatch(value):
+    if key.endswith((".call", ".kind")) and CALL.fullmatch(value):
         try:
             found = importlib.util.find_spec(value.partition(":")[0])
         except (ImportError, ValueError):

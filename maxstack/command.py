@@ -59,11 +59,10 @@ def local_folder(text: str) -> Path:
     """Parse the path of a folder on this machine, as the type of an argument."""
     from maxstack.config import storage
 
-    if storage.is_url(text):
-        raise argparse.ArgumentTypeError(
-            f"{text}: must be on this machine; copy the folder to or from the URL"
-        )
-    return Path(text)
+    try:
+        return storage.local(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 OVERRIDES = argument(

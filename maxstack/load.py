@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 import maxstack
 from maxstack import config
-from maxstack.config import Fault, storage, trust
+from maxstack.config import Fault, own_kinds, storage, trust
 from maxstack.config.annotations import listed
 from maxstack.config.compose import plain, presets_dir, supply
 from maxstack.config.reader import Node
@@ -80,10 +80,13 @@ def load_tree(
         path,
         overrides,
         readers={"model": model_of_folder, "teacher": model_of_folder},
-        completed=lambda tree: _complete(sift(tree)),
+        completed=lambda tree: _complete(own_kinds.import_kinds(sift(tree))),
         faults=faults,
     )
-    return _place_in_run(cfg, tree), tree
+    cfg = _place_in_run(cfg, tree)
+    if kinds := own_kinds.own_kinds(config.plain_data(cfg)):
+        cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"kinds": kinds})})
+    return cfg, tree
 
 
 @functools.cache
@@ -119,6 +122,9 @@ def _load_trusted(
             inside = {key: sift(item, *path, key) for key, item in entries.items()}
             # A scalar has no entries and stays what it is, as an empty mapping does.
             value = [*inside.values()] if isinstance(node.value, list) else inside or node.value
+            # Nothing could stand in its place.
+            if path[-1:] == ("kind",) and own_kinds.is_own(value) and is_suspect(node.where):
+                raise ConfigError(f"{node.where}: {'.'.join(path)}: {trust.ADVICE}")
             return dataclasses.replace(node, value=value)
         # A trusted file may hold the mapping and a record one entry of it.
         places = node.where, *(each.where for each in entries.values())

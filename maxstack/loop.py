@@ -20,6 +20,7 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from maxstack import startup
+from maxstack.callbacks import Callback, Callbacks, Training
 from maxstack.checks import Checks
 from maxstack.cluster.exit_codes import RETRY
 from maxstack.compiled_steps import CompiledStep, CompiledSteps
@@ -87,6 +88,7 @@ class Loop:
         maker: "Maker | None",
         records: Records,
         ending: contextlib.ExitStack,
+        callbacks: Sequence[Callback] = (),
     ):
         self._run, self._cfg = run, run.cfg
         self._steps = steps
@@ -95,6 +97,8 @@ class Loop:
         self._ledger, self._log = records.ledger, records.log
         self._meter = records.meter
         self._ending = ending
+        drops = run.cfg.train.callback_failure == "drop"
+        self._callbacks = Callbacks(callbacks, records.log, drops)
         self._is_first = jax.process_index() == 0
         self._policy = Policy(run.cfg.faults)
         self._stopping = StopEarly(run.cfg.train.stop_early, {})
@@ -187,6 +191,10 @@ class Loop:
         self._ending.callback(self._tracer.close)
         self._stop = Preemption(cfg.faults.grace, self._leave, begin)
         self._ending.callback(self._stop.close)
+        self._callbacks.training = Training(
+            run, self._folder, lambda: self._state, self._writer, self._saves is not None
+        )
+        self._callbacks.tell("start", step=begin)
         if self._evaluator and (self._owed or begin == 0):
             self._evaluate_first()
         self._ledger.begin_steps()
@@ -234,6 +242,7 @@ class Loop:
         self._stop.finished = finished
         if summary := self._meter.summary(finished):
             self._log.say(summary)
+        self._callbacks.tell("end", step=step)
         if finished and self._evaluator and cfg.eval.baselines:
             with self._ledger.spent("evaluation"), self._stop.waiting(step, computes=True):
                 self._evaluator.compare()
@@ -242,6 +251,13 @@ class Loop:
             self._log.say(goodput.sentence(total))
         close(self._writer, self._log)
         return 0 if finished else RETRY
+
+    @property
+    def left_why(self) -> str:
+        """Why the run ended before its last step; "" where it did not."""
+        if self._preempted:
+            return self._stop.why
+        return self._stopping.why if self._stopping.over else ""
 
     @property
     def _notes(self) -> dict[str, Any]:
@@ -290,11 +306,12 @@ class Loop:
         """Find what is due after the current step."""
         step, every = self._step, self._cfg.eval.every
         done = step == self._cfg.train.steps
+        asked = self._heed_callbacks()
         # Asked once a step, and first: it counts the step as reached in all processes.
         self._preempted = not done and self._stop.requested(step)
         last = done or self._preempted
         self._owed = bool(self._evaluator) and (done or step % every == 0)
-        save = self._saves is not None and self._saves.due(step, last)
+        save = self._saves is not None and (asked or self._saves.due(step, last))
         # one replica's memory may be the only place with a value that is not finite
         checked = save or self._not_finite
         reshape = not last and self._steps.changes(step + 1)
@@ -307,6 +324,15 @@ class Loop:
             reshape=reshape,
             last=last,
         )
+
+    def _heed_callbacks(self) -> bool:
+        """Leave where a callback asks for that -> whether one asks for a checkpoint."""
+        if not (training := self._callbacks.training):
+            return False
+        if training.stopped and not self._stop.why:
+            self._stop.request(training.stopped)
+        asked, training.asks_save = training.asks_save, False
+        return asked
 
     def _follow(self, due: Due) -> None:
         """Do what is due after the current step."""
@@ -352,6 +378,7 @@ class Loop:
         self._owed = False
         if why := self._stopping.read(self._step, evaluated):
             self._log.say(f"stopping at step {self._step}: {why}")
+        self._callbacks.tell("evaluation", evaluated, step=self._step)
         return evaluated
 
     def _report(self, row: dict[str, Any] | None) -> Rewind | None:
@@ -373,6 +400,7 @@ class Loop:
             self._log.warn(line)
         if row["skipped"]:
             self._log.say(describe_refusal(row))
+        self._callbacks.tell("step", row, step=step)
         return self._policy.read(row)
 
     def _go_back(self, decision: Rewind | Recompute) -> None:
@@ -413,6 +441,7 @@ class Loop:
                 step, self._state, self._feed, notes, evaluated, last, position=position, owed=owed
             )
         self._saved = step
+        self._callbacks.tell("checkpoint", step, step=step)
 
     def _leave(self, step: int) -> None:
         """Save the state after `step` while the main thread waits, and end what writes."""

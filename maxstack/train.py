@@ -9,7 +9,9 @@ ExitStack, in the order in which it was begun.
 
 import argparse
 import contextlib
+import dataclasses
 import gc
+import json
 import os
 import sys
 import threading
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import maxstack
 from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
@@ -28,6 +31,7 @@ from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
 
 if TYPE_CHECKING:
+    from maxstack.callbacks import Callback
     from maxstack.schema.config import Config, RunConfig
 
 
@@ -119,20 +123,68 @@ def main(args: argparse.Namespace) -> int:
 
     def once(cfg: "Config", left: Sequence[Any] | None) -> int:
         with contextlib.ExitStack() as ending:
-            return train(cfg, ending, args.force_config, left)
+            return _run(cfg, ending, args.force_config, left)[0]
 
     return elastic.train(cfg, once)
 
 
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run that has ended without an error."""
+
+    folder: Path
+    """The run's folder, which other functions and commands take as a model."""
+    finished: bool
+    """All steps are done, or evaluations stopped improving."""
+    why: str
+    """Why it ended before its last step; "" where it did not."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl in order, of all sessions, without steps that were done
+        again."""
+        from maxstack.report.history import FILE
+        from maxstack.report.metrics import rows_that_count
+
+        lines = (self.folder / FILE).read_text(encoding="utf-8").splitlines()
+        return rows_that_count([*map(json.loads, lines)], sys.maxsize - 1)
+
+
 def train(
+    config: "Config | str | Path | dict[str, Any]",
+    *,
+    callbacks: "Sequence[Callback]" = (),
+    force_config: Sequence[str] = (),
+) -> Trained:
+    """Train in this process as `maxstack train` does, to the end of the run; what the run's folder
+    has of an earlier call is resumed. An interrupt (Ctrl-C, a stopped cell) lets the step under way
+    end, saves, and returns; a second one is a KeyboardInterrupt at once. `force_config`: keys that
+    may have changed since the checkpoint. ConfigError and DataError as on the command line."""
+    from maxstack import elastic
+
+    cfg = config if isinstance(config, maxstack.Config) else maxstack.load(config)
+    why = ""
+
+    def once(cfg: "Config", left: Sequence[Any] | None) -> int:
+        nonlocal why
+        with contextlib.ExitStack() as ending:
+            code, why = _run(cfg, ending, force_config, left, callbacks)
+            return code
+
+    code = elastic.train(cfg, once)
+    return Trained(Path(cfg.run.output_dir) / cfg.run.name, not code, why)
+
+
+def _run(
     cfg: "Config",
     ending: contextlib.ExitStack,
     forced: Sequence[str] = (),
     left: Sequence[Any] | None = None,
-) -> int:
-    """One whole run, in its folder -> its exit code. `ending` is closed however the run ends, so
-    that a save under way is not lost. `forced`: keys that may have changed since the checkpoint.
-    `left`: the devices that are left where some were lost."""
+    callbacks: "Sequence[Callback]" = (),
+) -> tuple[int, str]:
+    """One whole run, in its folder -> its exit code, and why it ended early. `ending` is closed
+    however the run ends, so that a save under way is not lost. `forced`: keys that may have changed
+    since the checkpoint. `left`: the devices that are left where some were lost."""
     started = time.monotonic()
     if cfg.runtime == "pathways":
         from maxstack.cluster import pathways
@@ -181,14 +233,15 @@ def train(
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
 
-    loop = Loop(run, steps, feed, maker, Records(folder, ledger, log, meter), ending)
+    records = Records(folder, ledger, log, meter)
+    loop = Loop(run, steps, feed, maker, records, ending, callbacks)
     loop.restore(forced)
     if loop.is_complete:
-        return loop.close_complete()
+        return loop.close_complete(), ""
     loop.start(in_this_thread)
     while loop.goes_on:
         loop.run_step()
-    return loop.finish()
+    return loop.finish(), loop.left_why
 
 
 def _end_anyway(code: int, seconds: float) -> None:
@@ -214,3 +267,5 @@ def _on_one_cpu_device(run: "RunConfig") -> bool:
 
 if __name__ == "__main__":
     sys.exit(cli.run(program, sys.argv[1:]))
+else:
+    maxstack._call(__name__, train)

@@ -3,6 +3,7 @@ do."""
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -13,7 +14,6 @@ import pytest
 import yaml
 from forked import Forked
 
-TOYS = str(Path(__file__).with_name("toys.py"))
 RUN = {
     "run": {"name": "toy", "output_dir": "runs", "tensorboard": False, "virtual_devices": 8},
     "model": {
@@ -23,7 +23,7 @@ RUN = {
         "dtype": "float32",
         "blocks": {
             "block": {
-                "mixer": {"kind": "mean", "heads": 4, "head_dim": 8},
+                "mixer": {"kind": "toys:MeanConfig", "heads": 4, "head_dim": 8},
                 "mlp": {"kind": "gated", "hidden": 64},
             }
         },
@@ -43,7 +43,7 @@ RUN = {
         ],
         "seq_len": 32,
     },
-    "objective": {"kind": "near"},
+    "objective": {"kind": "toys:NearConfig"},
     "train": {"steps": 60, "batch_size": 8, "accumulate": 2},
     "checkpoint": {"every": 2},
     "eval": {"every": 30},
@@ -52,11 +52,12 @@ RUN = {
 
 @pytest.fixture
 def toys(tmp_path):
-    """`maxstack` with the toys, in a folder that holds run.yml."""
+    """`maxstack`, in a folder that holds the toys and run.yml."""
+    shutil.copy(Path(__file__).with_name("toys.py"), tmp_path)
     (tmp_path / "run.yml").write_text(yaml.safe_dump(RUN))
 
     def call(*words: str, code: int = 0) -> str:
-        command = [sys.executable, TOYS, *words]
+        command = [sys.executable, "-m", "maxstack.cli", *words]
         return processes.run(command, processes.environment(), code, cwd=tmp_path)
 
     return call
@@ -71,7 +72,7 @@ def losses(folder):
 @pytest.mark.release
 def test_a_kind_of_each_trains_on_a_mesh_and_resumes_from_a_kill_to_the_same_bits(toys, tmp_path):
     toys("train", "run.yml")
-    command = [sys.executable, TOYS, "train", "run.yml", "run.name=killed"]
+    command = [sys.executable, "-m", "maxstack.cli", "train", "run.yml", "run.name=killed"]
     env, folder = processes.environment(), tmp_path / "runs" / "killed"
     killed = Forked(command, env, Path(os.devnull), cwd=tmp_path)
     while not any(row["step"] >= 3 for row in processes.rows(folder)):
@@ -119,4 +120,4 @@ def test_plan_counts_the_weights_and_flops_that_a_mixer_declares(toys, tmp_path)
 def test_a_mixer_is_split_over_the_context_only_where_it_says_so(toys, kind):
     mesh = ("mesh.data=1", "mesh.context=2", f"mesh.context_kind={kind}")
     said = toys("config", "show", "run.yml", *mesh, code=1)
-    assert f"(kind mean) cannot be split by {kind}; use mesh.context=1" in said
+    assert f"(kind toys:MeanConfig) cannot be split by {kind}; use mesh.context=1" in said

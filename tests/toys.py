@@ -1,33 +1,26 @@
-"""A mixer and an objective that the package does not have, as a user of it would write them, and
-`maxstack` with them: python toys.py COMMAND ..."""
+"""A mixer and an objective that the package does not have, as a user of it would write them."""
 
-import sys
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack import cli
 from maxstack.data import lanes
 from maxstack.kernels.sequences import natural
 from maxstack.layers.layer import Layer
 from maxstack.layers.weight import project
 from maxstack.objectives.objective import Field, Loss, Models, Objective, token_fields
-from maxstack.schema.config import Config
-from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import MixerPart
 from maxstack.schema.objective import ObjectivePart
 from maxstack.schema.parts import Count, Dim, Parts, matrix
-from maxstack.schema.stack import BlockConfig
 
 
 class MeanConfig(MixerPart):
     """Mean over the earlier positions of a document."""
 
-    LAYER = "toys:Mean"
+    LAYER = "Mean"
 
-    kind: Literal["mean"]
     heads: int
     head_dim: int
 
@@ -64,10 +57,8 @@ class Mean(Layer):
 class NearConfig(ObjectivePart):
     """Emphasised tokens, near a reference, through noise."""
 
-    OBJECTIVE = "toys:Near"
+    OBJECTIVE = "Near"
     RANDOM = True
-
-    kind: Literal["near"]
 
 
 class Near(Objective):
@@ -78,7 +69,9 @@ class Near(Objective):
 
     @property
     def fields(self) -> dict[str, Field]:
-        return token_fields(self.cfg) | {"emphasis": Field("batch", "float32")}
+        return token_fields(self.cfg) | {
+            "emphasis": Field("batch", "float32", lane="toys:EmphasisedLane")
+        }
 
     def prepare(self, batch: Any, key: jax.Array) -> Any:
         rows, length = batch["tokens"].shape
@@ -115,22 +108,3 @@ class EmphasisedLane(lanes.Lane):
     def fill(self, row: lanes.Batch) -> None:
         super().fill(row)
         row["emphasis"][...] = 1 + int(row["tokens"][0]) % 3
-
-
-def register() -> None:
-    """Make the kinds known to the configuration."""
-    lanes.LANE_CLASSES.append("toys:EmphasisedLane")
-    for section, key, kind in (
-        (BlockConfig, "mixer", MeanConfig),
-        (Config, "objective", NearConfig),
-    ):
-        field = section.model_fields[key]
-        field.annotation = field.annotation | kind  # type: ignore[operator,assignment]
-    for section in (BlockConfig, DecoderConfig, Config):
-        section.model_rebuild(force=True)
-
-
-if __name__ == "__main__":
-    sys.modules["toys"] = sys.modules["__main__"]
-    register()
-    sys.exit(cli.main(sys.argv[1:]))

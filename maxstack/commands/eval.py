@@ -1,8 +1,7 @@
 """`maxstack eval`: evaluate a model on tasks or on held-out data."""
 
-import contextlib
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxstack import strict_json
 from maxstack.command import (
@@ -102,8 +101,10 @@ def main(args: Namespace) -> None:
     }
     if given := [name for name, value in wanted.items() if value]:
         raise ConfigError(f"{', '.join(given)}: only valid with --tasks")
-    figures = _held_out(args.model, model_overrides(args))
+    from maxstack.library import evaluate
     from maxstack.report.table import table
+
+    figures = evaluate(args.model, *model_overrides(args))
 
     print(table("lr", [(name, f"{value:,.6g}") for name, value in figures.items()]))
     write_json(args.json, {"model": args.model, "figures": figures})
@@ -165,27 +166,3 @@ def _print(found: "Results") -> None:
     if (mean := centered(found)) is not None:
         rows.append(("all", "centered", f"{mean:.4f}", ""))
     print(table("llrr", rows, ("task", "metric", "value", "")))
-
-
-def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
-    """Evaluate a run by its own objective, data and tasks."""
-    from maxstack.load import run_folder
-
-    own = run_folder(model)
-    if own is None:
-        raise ConfigError(
-            f"{model}: is not a run, so it has no held-out data; give --tasks, or evaluate a run "
-            "that starts from it"
-        )
-    from maxstack import startup
-    from maxstack.inference.trained_model import assemble_model, read_weights
-    from maxstack.report.log import Log
-    from maxstack.report.metrics import Writer
-
-    run, _ = assemble_model(model, ["eval.every=1", *overrides], trains=True)
-    with contextlib.ExitStack() as ending:
-        _, maker = startup.open_feed(run, own, ending)
-        silent = Log(own, run.cfg.train.steps, False), Writer(own, first=False)
-        evaluation = startup.evaluator(run, *silent, startup.frozen_weights(run), maker)
-        assert evaluation
-        return evaluation.figures(0, read_weights(model, run, own))

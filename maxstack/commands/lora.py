@@ -50,7 +50,7 @@ def _export(args: Namespace, step: Path) -> None:
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
-    from maxstack.commands.convert import configured, source_of
+    from maxstack.convert import configured, source_of
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.export import choose_family

@@ -236,8 +236,8 @@ def _finish(
     model: str, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]
 ) -> None:
     """Write the run's configuration, the files that the model was imported with, and the report."""
-    from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of
     from maxstack.config import dump, trust
+    from maxstack.convert import BESIDE, PLACEHOLDER, settings_of
     from maxstack.hf.contents import open_contents
     from maxstack.hf.export import save_source_files
 

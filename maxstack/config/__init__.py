@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from maxstack.config import own_kinds
 from maxstack.config.annotations import kinds, meanings, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
@@ -140,6 +141,9 @@ def load_tree(
     try:
         cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
+        # Only now, since looking through the installed packages takes a while.
+        if (named := own_kinds.with_full_names(tree)) is not tree:
+            return load_tree(schema, named, completed=completed, faults=faults)
         words = {
             key: ["preset", "from"] if key in schema.FROM else ["preset"]
             for key in schema.PRESETS

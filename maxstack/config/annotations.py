@@ -94,10 +94,11 @@ def bare(annotation: Any) -> Any:
 
 def kinds(annotation: Any) -> dict[str, type[pydantic.BaseModel]]:
     """Tag -> section of a union that is told apart by a key; empty for anything else."""
-    discriminator = next(_discriminators(annotation), "")
+    mark = next(_discriminators(annotation), None)
+    discriminator = getattr(mark, "discriminator", "")
     return {
         str(tag): model
-        for model in (_flat(annotation) if discriminator else ())
+        for model in (*(_flat(annotation) if mark else ()), *getattr(mark, "joined", ()))
         if _is_section(model)
         for tag in get_args(bare(model.model_fields[discriminator].annotation))
     }
@@ -176,10 +177,12 @@ def listed(words: list[str], limit: int = 24) -> str:
     return ", ".join(shortened(word, 60) for word in words[:limit]) + more
 
 
-def _discriminators(annotation: Any) -> Iterator[str]:
+def _discriminators(annotation: Any) -> Iterator[Any]:
     inner, *extras = get_args(annotation) or (None,)
     if get_origin(annotation) is Annotated:
-        yield from (extra.discriminator for extra in extras if getattr(extra, "discriminator", ""))
+        # pydantic keeps what it does not know in a field's metadata.
+        marks = [mark for extra in extras for mark in (extra, *getattr(extra, "metadata", ()))]
+        yield from (mark for mark in marks if getattr(mark, "discriminator", ""))
         yield from _discriminators(inner)
     elif _is_union(annotation) and extras == [type(None)]:
         yield from _discriminators(inner)

@@ -54,6 +54,13 @@ _VERSIONS = (
 """Keys by which stores tell that a file was rewritten, best first."""
 
 
+def local(path: str | Path) -> Path:
+    """A path on this machine. ConfigError for a URL."""
+    if is_url(str(path)):
+        raise ConfigError(f"{path}: must be on this machine; copy the folder to or from the URL")
+    return Path(path)
+
+
 def is_url(path: object) -> bool:
     return "://" in str(path)
 

@@ -306,8 +306,9 @@ def lane_class(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """Return the first kind of lane that gives all fields of an objective. ConfigError if none
     does."""
     # In front of Lane, which gives the same fields and would be taken first.
+    own = [field.lane for field in fields.values() if field.lane]
     best = ["maxstack.data.best_fit:BestFitLane"] if cfg.packing == "best" else []
-    for kind in map(pkgutil.resolve_name, [*best, *LANE_CLASSES]):
+    for kind in map(pkgutil.resolve_name, [*own, *best, *LANE_CLASSES]):
         arrays = kind.arrays(cfg, fields)
         if {*fields} <= {*arrays, "real"}:
             for name in fields.keys() & arrays.keys():

@@ -229,27 +229,12 @@ def _to_json(value: Any) -> Any:
 def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
     """Return the documents of one split of the source at an index of data.sources. DataError if the
     source, or the split, is empty."""
-    from maxstack.data import pictures, records
-
-    kinds = {
-        "text": WholeFiles,
-        "jsonl": records.Jsonl,
-        "parquet": records.Parquet,
-        "array_record": records.ArrayRecords,
-        "bagz": records.Bagz,
-        "function": FunctionDocuments,
-        "grain": GrainDocuments,
-        "synthetic": Synthetic,
-        "images": pictures.Images,
-        "tar": pictures.Tar,
-        "npz": pictures.Npz,
-        "digits": pictures.PackageImages,
-        "mnist": pictures.PackageImages,
-    }
-    kind = kinds[cfg.kind]
+    kind = pkgutil.resolve_name(cfg.DOCUMENTS)
     if isinstance(cfg, TextSource) and cfg.separator is not None:
+        from maxstack.data import records
+
         kind = records.Separated
-    documents: Documents = kind(cfg)  # type: ignore[abstract, arg-type]
+    documents: Documents = kind(cfg)
     documents.name = cfg.name or f"{cfg.kind}-{index}"
     documents.record = cfg.record
     if not len(documents):

@@ -151,7 +151,7 @@ class Preemption:
         self._before = {}
         # In a process that goes on after its run, such as a notebook, the main thread's handlers
         # are set for the time of the run; a thread that ends the process would be wrong there.
-        if not _listens:
+        if not _listens and threading.current_thread() is threading.main_thread():
             self._before = {
                 number: signal.signal(number, lambda number, frame: self._ask(number))
                 for number in ASKING
@@ -227,7 +227,7 @@ class Preemption:
         except TransientError as error:
             if not _listens or not self._whole:
                 raise
-            self._request(f"{error}")
+            self.request(f"{error}")
             with self._turn:
                 # For ever: the other thread saves and ends the process.
                 self._turn.wait_for(lambda: False)
@@ -243,14 +243,17 @@ class Preemption:
 
     def _ask(self, number: int) -> None:
         if self._asked.is_set() and number == signal.SIGINT:
+            if not _listens:  # what lives on, such as a notebook, must not end
+                raise KeyboardInterrupt
             tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
             if watched:
                 watched.interrupted()
             os._exit(INTERRUPTED)
         if not self._asked.is_set():
-            self._request(signal.Signals(number).name)
+            self.request(signal.Signals(number).name)
 
-    def _request(self, why: str) -> None:
+    def request(self, why: str) -> None:
+        """Ask the run to save and leave after the step under way."""
         tell(f"\n{why}: leaving after this step\n")
         self.why = why
         if self._peers.count > 1:

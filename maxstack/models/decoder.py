@@ -138,6 +138,10 @@ class Decoder(Stack):
         }
         return _context(self.cfg, batch, 1, length)
 
+    def __call__(self, tokens_BT: Array, **fields: Array) -> Array:
+        """Tokens, and further fields of a batch (`trunk`) -> float32 logits [B, T, V]."""
+        return self.logits(self.hidden({"tokens": tokens_BT, **fields}))
+
     def hidden(self, batch: Batch) -> Array:
         """The normalised residual stream that the head reads [B, T, D], in natural order."""
         return natural(self.norm(self.trunk(batch)[0]))

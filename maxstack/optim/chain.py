@@ -8,6 +8,7 @@ shown to transforms that look at whole matrices or whole layers one layer at a t
 """
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -162,6 +163,11 @@ def _chain(chain: Chain, scope: _Scope) -> GradientTransformation:
 def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
     name = item.signature.name
     arguments = {key: _value(item, key, scope) for key in item.arguments} | _implied(item, scope)
+    if item.section:
+        own: GradientTransformation = pkgutil.resolve_name(item.signature.package)(
+            section=item.section, **arguments
+        )
+        return own
     package = optax.contrib if item.signature.package == "optax.contrib" else optax
     try:
         # Optax checks the values that the table of signatures cannot.

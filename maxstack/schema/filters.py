@@ -3,12 +3,13 @@
 import collections
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Regex, Section
 from maxstack.config.compose import merged_tree
+from maxstack.config.own_kinds import Kind, Open
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.tasks import TaskConfig
@@ -24,8 +25,12 @@ LANGUAGES = (
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Filter(Section):
+class Filter(Kind, Section):
     """Keys shared by all filters."""
+
+    PLACES = ("STEP",)
+    STEP: ClassVar[str] = ""
+    """module:class of the filter, which takes the section; empty: one of maxstack's."""
 
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
     """Name in counts and in the list of removed documents; null: its kind, numbered if a kind
@@ -291,7 +296,7 @@ AnyFilter = Annotated[
     | NearDuplicatesFilter
     | DecontaminateFilter
     | PersonalDataFilter,
-    Field(discriminator="kind"),
+    Open(Filter),
 ]
 
 

@@ -15,6 +15,7 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
+from maxstack.config.own_kinds import Open
 from maxstack.schema import kernels as names
 from maxstack.schema.parts import (
     Cached,
@@ -577,4 +578,4 @@ class GatedDeltaConfig(MixerPart):
             )
 
 
-Mixer = Annotated[AttentionConfig | MLAConfig | GatedDeltaConfig, Field(discriminator="kind")]
+Mixer = Annotated[AttentionConfig | MLAConfig | GatedDeltaConfig, Open(MixerPart)]

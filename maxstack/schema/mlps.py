@@ -5,8 +5,6 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal, Optional, Self
 
-from pydantic import Field
-
 from maxstack.config import (
     CountInt,
     Fault,
@@ -15,6 +13,7 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
+from maxstack.config.own_kinds import Open
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.parts import Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
@@ -282,6 +281,4 @@ class ParallelMLPConfig(MLPPart):
         }
 
 
-MLPKind = Annotated[
-    GatedMLPConfig | DenseMLPConfig | MoEConfig | ParallelMLPConfig, Field(discriminator="kind")
-]
+MLPKind = Annotated[GatedMLPConfig | DenseMLPConfig | MoEConfig | ParallelMLPConfig, Open(MLPPart)]

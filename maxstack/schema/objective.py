@@ -14,6 +14,7 @@ from maxstack.config import (
     Section,
 )
 from maxstack.config.annotations import listed
+from maxstack.config.own_kinds import Kind
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 
@@ -28,13 +29,17 @@ class RowField(NamedTuple):
     """Sizes of further dimensions."""
     below: int | None = None
     """Upper bound of its numbers, exclusive; None: not known."""
+    lane: str = ""
+    """module:class of the lane that makes it; empty: one of maxstack's."""
 
 
 TEXTS = "maxstack.inference.samples:Samples"
 
 
-class ObjectivePart(Section):
+class ObjectivePart(Kind, Section):
     """The section of a kind of objective."""
+
+    PLACES = ("OBJECTIVE", "SAMPLES")
 
     kind: str
     OBJECTIVE: ClassVar[str] = ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 from maxstack.config import Section
+from maxstack.config.own_kinds import Kind
 
 Use = Literal["matmul", "experts", "rows", "head"]
 """matmul: `project` multiplies by it. experts: a grouped matmul does. rows: `lookup` takes rows of
@@ -119,9 +120,10 @@ Parts = Mapping[str, Weight | Inner | None]
 """Parts by attribute of the layer; None for a part that this configuration leaves out."""
 
 
-class Part(Section):
+class Part(Kind, Section):
     """The section of a kind of layer: declares its weights, activations and FLOPs."""
 
+    PLACES = ("LAYER",)
     LAYER: ClassVar[str] = ""
     """module:class that is built from it."""
     COMPONENT: ClassVar[str] = ""
@@ -141,9 +143,10 @@ class Part(Section):
         return {}
 
 
-class ModelPart(Section):
+class ModelPart(Kind, Section):
     """The section of a kind of model."""
 
+    PLACES = ("MODEL",)
     MODEL: ClassVar[str] = ""
     """module:class that is built from it."""
 

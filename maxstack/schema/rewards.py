@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
+from maxstack.config.own_kinds import Kind, Open
 
 ANSWER_FORM = (
     r"(?s)\s*<think>(?:(?!</?(?:think|answer)>).)*</think>"
@@ -15,8 +16,10 @@ ANSWER_FORM = (
 Failure = Literal["fail", "zero", "drop"]
 
 
-class RewardPart(Section):
+class RewardPart(Kind, Section):
     """Keys shared by all kinds of reward."""
+
+    PLACES = ("CALL",)
 
     kind: str
     name: str | None = Field(None, min_length=1)
@@ -197,5 +200,5 @@ AnyReward = Annotated[
     | NumberReward
     | LengthReward
     | ModelReward,
-    Field(discriminator="kind"),
+    Open(RewardPart),
 ]

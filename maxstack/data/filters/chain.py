@@ -1,5 +1,6 @@
 """The filters of a configuration, in order: the data that they need, and the functions they are."""
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ def open_filters(sections: Sequence[AnyFilter], data: FilterData) -> dict[int, F
             duplicates.check_installed()
         if not isinstance(section, GLOBAL):
             further = [data[number]] if number in data else []
-            filters[number] = KINDS[type(section)](section, *further)
+            of_own = pkgutil.resolve_name(section.STEP) if section.STEP else None
+            filters[number] = (of_own or KINDS[type(section)])(section, *further)
     return filters
 
 

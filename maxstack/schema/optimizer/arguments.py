@@ -4,9 +4,12 @@ complete arguments, values of the right sort."""
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from maxstack.config import fault
+import pydantic
+
+from maxstack.config import Section, fault
+from maxstack.config.own_kinds import Kind, imported, is_own
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema.foreign import equivalent
@@ -103,6 +106,8 @@ class Transform:
     """Dotted path, relative to the optimizer section."""
     every: int
     """Steps of the run between two updates: more than one inside MultiSteps."""
+    section: "TransformPart | None" = None
+    """That of a transform of one's own."""
 
     @property
     def inner(self) -> "Chain":
@@ -126,6 +131,17 @@ class Transform:
 
 
 Chain = tuple[Transform, ...]
+
+
+class TransformPart(Kind, Section):
+    """The section of a transform of one's own."""
+
+    PLACES = ("TRANSFORM",)
+    TRANSFORM: ClassVar[str] = ""
+    """module:function that maps the section, as `section`, to an optax.GradientTransformation."""
+    DESCENDS: ClassVar[bool] = False
+    """Whether it turns gradients into steps against them; then the function also takes
+    `learning_rate`, a number or a function of the step."""
 
 
 class _Around(NamedTuple):
@@ -188,6 +204,8 @@ def parse_schedule(item: Any, key: str, has_base: bool) -> Schedule:
 
 def _transform(item: Any, key: str, around: _Around) -> Transform:
     kind = _kind(item, key, "{kind: adamw, b2: 0.95}")
+    if is_own(kind):
+        return _own_transform(kind, item, key, around)
     if kind in REFUSED:
         raise fault(f"{key}.kind", f"{kind} cannot be used here: {REFUSED[kind]}")
     signature = lookup("transform", kind)
@@ -208,6 +226,18 @@ def _transform(item: Any, key: str, around: _Around) -> Transform:
     if around.reshaped:
         _check_reshaped(signature, arguments, key, around.reshaped)
     return Transform(signature, arguments, key, around.every)
+
+
+def _own_transform(kind: str, item: dict[str, Any], key: str, around: _Around) -> Transform:
+    if not (own := imported(kind, TransformPart)):
+        raise fault(f"{key}.kind", f"{kind} is no transform; derive it from TransformPart")
+    try:
+        section: TransformPart = own.model_validate(item)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        raise fault(".".join([key, *map(str, first["loc"])]), first["msg"]) from None
+    rate = {"learning_rate": Argument("rate")} if section.DESCENDS else {}
+    return Transform(Signature(kind, section.TRANSFORM, rate), {}, key, around.every, section)
 
 
 def _kind(item: Any, key: str, example: str) -> str:
