@@ -19,14 +19,18 @@ class Training:
     def __init__(
         self, run: "Run", folder: Path, state: "Callable[[], State]", writer: "Writer", saves: bool
     ):
-        self.cfg, self.folder = run.cfg, folder
+        self.cfg = run.cfg
+        self.folder = folder
         self.step = 0
         """The step that the row at hand is of."""
         self.stopped = ""
         """Why a callback asked for the end, or ""."""
         self.asks_save = False
         """Whether a callback asked for a checkpoint."""
-        self._run, self._state, self._writer, self._saves = run, state, writer, saves
+        self._run = run
+        self._state = state
+        self._writer = writer
+        self._saves = saves
 
     @property
     def state(self) -> "State":
@@ -93,7 +97,9 @@ class Callbacks:
     (train.callback_failure)."""
 
     def __init__(self, callbacks: Sequence[Callback], log: "Log", drops: bool):
-        self._callbacks, self._log, self._drops = [*callbacks], log, drops
+        self._callbacks = [*callbacks]
+        self._log = log
+        self._drops = drops
         self.training: Training | None = None
 
     def tell(self, event: str, *arguments: Any, step: int | None = None) -> None:

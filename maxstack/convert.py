@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.schema.stack import StackConfig
 
-DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
 SOURCE = "source.json"
 PLACEHOLDER = (
@@ -282,6 +281,8 @@ def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
     from maxstack.load import find_learned_tokenizer, load_record
 
     if data := reader.config():
+        if data["run"].get("kinds"):
+            load_record(_run_folder(path))  # imports them, where the record is trusted
         tokenizer = data.get("data", {}).get("tokenizer") or {}
         if tokenizer.get("learn"):
             tokenizer["path"] = find_learned_tokenizer(_run_folder(path), tokenizer["path"])

@@ -84,7 +84,7 @@ def load_tree(
         faults=faults,
     )
     cfg = _place_in_run(cfg, tree)
-    if kinds := own_kinds.own_kinds(config.plain_data(cfg)):
+    if (kinds := own_kinds.own_kinds(config.plain_data(cfg))) != cfg.run.kinds:
         cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"kinds": kinds})})
     return cfg, tree
 

@@ -65,6 +65,8 @@ class Due(NamedTuple):
     reshape: bool
     last: bool
     """The loop ends with the step."""
+    asked: bool
+    """A callback asks for a checkpoint."""
 
 
 class Loop:
@@ -191,8 +193,9 @@ class Loop:
         self._ending.callback(self._tracer.close)
         self._stop = Preemption(cfg.faults.grace, self._leave, begin)
         self._ending.callback(self._stop.close)
+        can_save = self._saves is not None and self._saves.due(begin, last=True)
         self._callbacks.training = Training(
-            run, self._folder, lambda: self._state, self._writer, self._saves is not None
+            run, self._folder, lambda: self._state, self._writer, can_save
         )
         self._callbacks.tell("start", step=begin)
         if self._evaluator and (self._owed or begin == 0):
@@ -323,6 +326,7 @@ class Loop:
             end_trace=ends_trace or (self._tracer.tracing and (last or reshape)),
             reshape=reshape,
             last=last,
+            asked=asked,
         )
 
     def _heed_callbacks(self) -> bool:
@@ -349,7 +353,9 @@ class Loop:
                 # An evaluation may end the run, or be cut short: then its state is the last one.
                 save = self._saves is not None and self._saves.due(step, last=True)
         if save:
-            self._save(step, evaluated, due.last or self._preempted or self._stopping.over)
+            # A step that a callback asks for goes where the last one goes.
+            whole = due.last or due.asked or self._preempted or self._stopping.over
+            self._save(step, evaluated, whole)
         if due.reshape and not self._preempted:
             with self._ledger.spent("compile"), self._stop.waiting(step):
                 self._shaped = self._tracer.shaped = self._steps.at(step + 1)

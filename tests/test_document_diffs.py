@@ -1,4 +1,4 @@
-"""The changes that docs/ADDING_A_MODEL.md shows: they fit the code as it is, and they work."""
+"""The changes that docs/EXTENDING.md shows: they fit the code as it is, and they work."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import documents
 import pytest
 from documents import ROOT
 
-PAGE = ROOT / "docs" / "ADDING_A_MODEL.md"
+PAGE = ROOT / "docs" / "EXTENDING.md"
 FAMILY, ACTIVATION, OBJECTIVE = documents.blocks(PAGE, "diff")
 
 

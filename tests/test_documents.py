@@ -32,7 +32,7 @@ from maxstack.plan import report, step
 from maxstack.plan.roofline import Roofline
 
 COMMANDS = documents.commands()
-FOR_DEVELOPERS = ("CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/ADDING_A_MODEL.md")
+FOR_DEVELOPERS = ("CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/EXTENDING.md")
 """Pages that name parts of the source."""
 SOURCES = ".py", ".yml"
 FOLDERS = "", "docs", "maxstack", "maxstack/inference", "maxstack/hf", "maxstack/schema"

@@ -3,9 +3,12 @@
 import inspect
 import json
 import operator
+import os
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import documents
 import pydantic
@@ -21,8 +24,23 @@ SIGNATURES = {
     "LLM.chat": "(self, messages, sampling_params=None, *, adapter=None, use_tqdm=True)",
     "LLM.generate": "(self, prompts, sampling_params=None, *, adapter=None, use_tqdm=True)",
     "LLM.stream": "(self, prompt, sampling_params=None, *, adapter=None)",
+    "Callback.on_checkpoint": "(self, training, step)",
+    "Callback.on_end": "(self, training)",
+    "Callback.on_evaluation": "(self, training, row)",
+    "Callback.on_start": "(self, training)",
+    "Callback.on_step": "(self, training, row)",
+    "Training.log": "(self, **values)",
+    "Training.model": "(self)",
+    "Training.save": "(self)",
+    "Training.stop": "(self, reason)",
     "assemble": "(cfg, mesh=None, trains=True)",
+    "dataset": "(cfg, *, process=0, processes=1, evaluation=False)",
+    "evaluate": "(run, *overrides)",
+    "export_folder": "(run, out, *, dtype=None, shard_size='5GB', architecture=None, weights=None)",
+    "import_folder": "(folder, out, *overrides, dtype=None, allow_nonfinite=False)",
     "load": "(config, *overrides)",
+    "model": "(name, *overrides)",
+    "train": "(config, *, callbacks=(), force_config=())",
 }
 
 
@@ -188,3 +206,129 @@ def test_unusable_settings_are_refused(llm, folder):
         maxstack.LLM(folder, max_reqests=3)
     with pytest.raises(maxstack.ConfigError, match="n=2"):
         next(llm.stream("Hello", maxstack.SamplingParams(n=2)))
+
+
+TINY = {
+    "run": {"name": "tiny", "trackers": []},
+    "model": {
+        "vocab": 64,
+        "embed": 16,
+        "layers": 1,
+        "dtype": "float32",
+        "blocks": {
+            "block": {
+                "mixer": {"kind": "attention", "heads": 2, "head_dim": 8},
+                "mlp": {"kind": "gated", "hidden": 32},
+            }
+        },
+    },
+    "data": {"sources": [{"kind": "synthetic", "vocab": 64, "holdout": 0.1}], "seq_len": 16},
+    "train": {"steps": 8, "batch_size": 8},
+    "eval": {"every": 4, "steps": 1},
+    "checkpoint": {"every": 100, "keep": 3},
+}
+
+
+class Told(maxstack.Callback):
+    """Keeps what it is told, and does something in one step."""
+
+    def __init__(self, at=0, do=lambda training: None):
+        self.at, self.do, self.events = at, do, []
+
+    def on_start(self, training):
+        self.events.append(("start", training.step))
+
+    def on_step(self, training, row):
+        self.events.append(("step", row["step"]))
+        training.log(half=row["loss"] / 2, said=["words"])
+        if row["step"] == self.at:
+            self.do(training)
+
+    def on_evaluation(self, training, row):
+        self.events.append(("evaluation", training.step, "eval_loss" in row))
+
+    def on_checkpoint(self, training, step):
+        self.events.append(("checkpoint", step))
+
+    def on_end(self, training):
+        self.events.append(("end", training.step))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return maxstack.load(TINY, f"run.output_dir={tmp_path}")
+
+
+def losses(trained):
+    return {row["step"]: row["loss"] for row in trained.rows if "loss" in row}
+
+
+def test_callbacks_hear_of_a_run_log_and_ask_for_a_checkpoint(tiny):
+    told = Told(2, lambda training: training.save())
+    trained = maxstack.train(tiny, callbacks=[told])
+    assert trained.finished and trained.why == ""
+    assert [each for each in told.events if each[0] != "step"] == [
+        ("start", 0),
+        ("evaluation", 0, True),
+        ("checkpoint", 3),
+        ("evaluation", 4, True),
+        ("evaluation", 8, True),
+        ("checkpoint", 8),
+        ("end", 8),
+    ]
+    rows = trained.rows
+    assert {row["step"]: row["half"] * 2 for row in rows if "half" in row} == losses(trained)
+    assert all(row["said"] == ["words"] for row in rows if "said" in row)
+    assert (trained.folder / "checkpoints" / "3").is_dir()
+    figures = maxstack.evaluate(trained.folder)
+    (last,) = (row for row in rows if "eval_loss" in row and row["step"] == 8)
+    assert figures["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("do", "why"),
+    [
+        (lambda training: training.stop("enough"), "enough"),
+        (lambda training: os.kill(os.getpid(), signal.SIGINT), "SIGINT"),
+    ],
+    ids=["stop", "interrupt"],
+)
+def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(do, why, tiny, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    trained = maxstack.train(tiny, callbacks=[Told(2, do)])
+    assert (trained.finished, trained.why) == (False, why)
+    assert 3 <= max(losses(trained)) < 8 and signal.getsignal(signal.SIGINT) is before
+    again = maxstack.train(tiny)
+    whole = maxstack.train(maxstack.load(TINY, f"run.output_dir={tmp_path / 'whole'}"))
+    assert again.finished and losses(again) == losses(whole) and len(losses(again)) == 8
+
+
+def test_a_callback_that_fails_is_named_and_ends_the_run_or_is_dropped(tiny, tmp_path, capsys):
+    with pytest.raises(ZeroDivisionError) as raised:
+        maxstack.train(tiny, callbacks=[Told(2, lambda training: 1 / 0)])
+    assert "raised by callback Told.on_step at step 2" in raised.value.__notes__[0]
+    told = Told(2, lambda training: 1 / 0)
+    words = f"run.output_dir={tmp_path / 'other'}", "train.callback_failure=drop"
+    assert maxstack.train(maxstack.load(TINY, *words), callbacks=[told]).finished
+    assert told.events[-1] == ("step", 2)
+    assert "Told.on_step at step 2: dropped: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_what_a_callback_cannot_do_says_so(tiny, tmp_path):
+    def odd(training):
+        with pytest.raises(maxstack.ConfigError, match="wanted a number or a list of texts"):
+            training.log(shape=object())
+        with pytest.raises(maxstack.ConfigError, match="checkpoint.every=0"):
+            training.save()
+
+    cfg = maxstack.load(TINY, f"run.output_dir={tmp_path}", "checkpoint.every=0")
+    assert maxstack.train(cfg, callbacks=[Told(2, odd)]).finished
+
+
+def test_runs_in_two_threads_do_not_disturb_each_other(tmp_path):
+    def run(name):
+        return losses(maxstack.train(maxstack.load(TINY, f"run.output_dir={tmp_path / name}")))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, "ab")
+    assert first == second == run("c") and len(first) == 8

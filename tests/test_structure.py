@@ -27,10 +27,11 @@ MODULES = {
 # in the same line. The longest name counts.
 LEVELS = (
     ("commands",),
-    ("train", "submit", "llm"),
+    ("train", "submit", "llm", "library", "convert", "parts"),
     ("elastic", "cli", "faults.supervisor"),
     ("command",),
     ("loop",),
+    ("callbacks",),
     ("startup",),
     ("rollouts",),
     ("evals",),

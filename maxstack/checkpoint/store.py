@@ -495,8 +495,8 @@ class Checkpoints:
             return
         if others := match.changed(("*",), compatibility.TOLD_ELSEWHERE):
             self._say(f"changed since step {step} was saved: {shortened('; '.join(others), 500)}")
-        for line in match.changed(("run.kinds",)):
-            self._say(f"other code than that which wrote step {step}: {line}")
+        if code := match.changed(("run.kinds",)):
+            self._say(f"other code than that which wrote step {step}: {'; '.join(code)}")
         if self._cfg.elsewhere:
             self.summary += f"; checkpoint.restore={self._cfg.restore} is for its start alone"
 

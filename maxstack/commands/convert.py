@@ -4,7 +4,8 @@ and a run or checkpoint to a model folder."""
 from argparse import Namespace
 
 from maxstack.command import ALLOW_NONFINITE, OVERRIDES, WEIGHTS, argument, command, local_folder
-from maxstack.convert import DTYPES, export_folder, import_folder
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 OUT_FOLDER = argument(
     "--out",
@@ -45,6 +46,8 @@ ARCHITECTURE = argument(
 def import_model(args: Namespace) -> None:
     """Convert a model folder to a run at step 0. ConfigError or DataError, with nothing written,
     where the folder is refused."""
+    from maxstack.convert import import_folder
+
     import_folder(
         args.folder,
         args.out,
@@ -79,6 +82,8 @@ def import_model(args: Namespace) -> None:
 def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint to a model folder. ConfigError where transformers has no class
     for the model."""
+    from maxstack.convert import export_folder
+
     export_folder(
         args.run,
         args.out,

@@ -104,6 +104,11 @@ def kinds(annotation: Any) -> dict[str, type[pydantic.BaseModel]]:
     }
 
 
+def own_base(annotation: Any) -> str:
+    """The class from which users' sections of such a union derive; "" where there are none."""
+    return getattr(getattr(next(_discriminators(annotation), None), "base", None), "__name__", "")
+
+
 def item(annotation: Any) -> Any:
     """The annotation of the items of a list or the values of a mapping."""
     args = [arg for arg in get_args(bare(annotation)) if arg is not Ellipsis]

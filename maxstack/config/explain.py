@@ -18,6 +18,7 @@ from maxstack.config.annotations import (
     meanings,
     members,
     of_field,
+    own_base,
     section,
     shape,
 )
@@ -190,6 +191,8 @@ def _message(
         if tree.at(*path) is None:
             return path, f"missing; allowed: {listed(tags)}"
         tag = _value(tree, path)
+        if base := own_base(location.annotation):
+            tags.append(f"module:Name derived from {base}")
         meant = foreign(_dotted((*path, tag))) if isinstance(tag, str) else ""
         hint = f"; {meant}" if meant else did_you_mean(tag, tags)
         return path, f"got {_got(tag)}; allowed: {listed(tags)}{hint}"

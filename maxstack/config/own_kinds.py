@@ -135,9 +135,15 @@ def resolve(name: str, base: type) -> Any:
             else f"importing {module} failed with {why}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
+        there = [
+            each.__name__
+            for each in vars(sys.modules[module]).values()
+            if isinstance(each, type) and issubclass(each, Kind) and each.__module__ == module
+        ]
+        has = f"; {module} has {', '.join(there)}" if there else ""
         raise ConfigError(
             f"{name} is no section of a kind: a class derived from MixerPart, ObjectivePart or "
-            "another base of maxstack.parts (docs/EXTENDING.md)"
+            f"another base of maxstack.parts{has} (docs/EXTENDING.md)"
         )
     return found
 
@@ -152,6 +158,11 @@ def own_kinds(value: Any) -> dict[str, str]:
     if isinstance(value, dict) and isinstance(kind := value.get("kind"), str) and kind in _FOUND:
         names[kind] = _state(_FOUND[kind])
     return names
+
+
+def last_name(kind: str) -> str:
+    """A kind as metrics and counts name it: without the module of one of one's own."""
+    return kind.rpartition(":")[2]
 
 
 def is_own(name: Any) -> bool:

@@ -57,9 +57,9 @@ class Documents(ABC):
     def __getitem__(self, index: int) -> Document:
         """Return a document. DataError, naming the file and record, if it cannot be read."""
 
-    @abstractmethod
     def where(self, index: int) -> str:
         """Return a document's file and record, for messages."""
+        return f"{self.name} document {index}"
 
     def place(self, index: int) -> str:
         """Return a document's place as `where` does, without reading the file up to there."""
@@ -74,9 +74,10 @@ class Documents(ABC):
         are not from files."""
         return None
 
-    @abstractmethod
     def hashes(self) -> np.ndarray:
         """Return a uint64 hash of each document's key, the same on every machine."""
+        # Not of the identity: more documents must not move those that are there.
+        return record_hashes(np.uint64(text_hash(type(self).__qualname__)), len(self))
 
     @abstractmethod
     def identity(self) -> str:

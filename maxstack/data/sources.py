@@ -18,6 +18,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
+from maxstack.config.own_kinds import last_name
 from maxstack.data.copies import read_file
 from maxstack.data.documents import (
     Documents,
@@ -235,7 +236,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
 
         kind = records.Separated
     documents: Documents = kind(cfg)
-    documents.name = cfg.name or f"{cfg.kind}-{index}"
+    documents.name = cfg.name or f"{last_name(cfg.kind)}-{index}"
     documents.record = cfg.record
     if not len(documents):
         files = f" ({', '.join(cfg.files)})" if isinstance(cfg, Files) else ""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Regex, Section
 from maxstack.config.compose import merged_tree
-from maxstack.config.own_kinds import Kind, Open
+from maxstack.config.own_kinds import Kind, Open, last_name
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.tasks import TaskConfig
@@ -305,7 +305,7 @@ def names_of(filters: Sequence[Filter]) -> list[str]:
     kinds: collections.Counter[str] = collections.Counter()
     names = []
     for section in filters:
-        kind: str = section.kind  # type: ignore[attr-defined]
+        kind = last_name(section.kind)  # type: ignore[attr-defined]
         kinds[kind] += 1
         names.append(section.name or (kind if kinds[kind] == 1 else f"{kind}-{kinds[kind]}"))
     return names
@@ -313,5 +313,9 @@ def names_of(filters: Sequence[Filter]) -> list[str]:
 
 GLOBAL = ExactDuplicatesFilter, NearDuplicatesFilter
 """Filters that compare documents with one another."""
-CHANGING = NormalizeFilter, RegexFilter, C4Filter, PersonalDataFilter
-"""Filters that may change a text."""
+
+
+def may_change(section: Filter) -> bool:
+    """Whether a filter may change a text; one of one's own may."""
+    ours = NormalizeFilter, RegexFilter, C4Filter, PersonalDataFilter
+    return bool(section.STEP) or isinstance(section, ours)

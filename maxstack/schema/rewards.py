@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
-from maxstack.config.own_kinds import Kind, Open
+from maxstack.config.own_kinds import Kind, Open, last_name
 
 ANSWER_FORM = (
     r"(?s)\s*<think>(?:(?!</?(?:think|answer)>).)*</think>"
@@ -34,7 +34,7 @@ class RewardPart(Kind, Section):
     @property
     def label(self) -> str:
         """The name in metrics and messages."""
-        return self.name or self.kind
+        return self.name or last_name(self.kind)
 
 
 class TextReward(RewardPart):

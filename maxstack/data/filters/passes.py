@@ -27,7 +27,7 @@ from maxstack.data.filters import duplicates
 from maxstack.data.filters.chain import FilterData, change, open_filters
 from maxstack.data.filters.filter import Filter, Removed
 from maxstack.errors import ConfigError, DataError
-from maxstack.schema.filters import CHANGING, GLOBAL, AnyFilter
+from maxstack.schema.filters import GLOBAL, AnyFilter, may_change
 
 REMOVED = "removed"
 COUNTS = "documents_in", "bytes_in", "documents_out", "bytes_out", "changed"
@@ -139,7 +139,7 @@ class _Pass:
         for number, each_filter in open_filters(job.sections, job.data).items():
             if self._first <= number < self._stop:
                 self._filters[number] = each_filter
-            elif number < self._first and isinstance(job.sections[number], CHANGING):
+            elif number < self._first and may_change(job.sections[number]):
                 self._before[number] = each_filter
 
     def note(self) -> dict[str, np.ndarray]:

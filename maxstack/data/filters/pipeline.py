@@ -28,7 +28,7 @@ from maxstack.data.filters.passes import REMOVED, Job, Range, read_note, run
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
-from maxstack.schema.filters import CHANGING, GLOBAL, AnyFilter, names_of
+from maxstack.schema.filters import GLOBAL, AnyFilter, may_change, names_of
 
 NOTES, PASSES = ".steps", "passes"
 _FORMAT = 2
@@ -56,7 +56,7 @@ class FilteredDocuments(Selection):
     def _filters(self) -> dict[int, Filter]:
         """Filters that change texts; pickles leave them out."""
         filters = open_filters(self._sections, self._data)
-        return {n: each for n, each in filters.items() if isinstance(self._sections[n], CHANGING)}
+        return {n: each for n, each in filters.items() if may_change(self._sections[n])}
 
     def __getitem__(self, index: int) -> bytes:
         document = super().__getitem__(index)
