@@ -123,7 +123,8 @@ def _load_trusted(
             # A scalar has no entries and stays what it is, as an empty mapping does.
             value = [*inside.values()] if isinstance(node.value, list) else inside or node.value
             # Nothing could stand in its place.
-            if path[-1:] == ("kind",) and own_kinds.is_own(value) and is_suspect(node.where):
+            names_code = path[-1:] == ("kind",) or path[:-1] == ("run", "trackers")
+            if names_code and own_kinds.is_own(value) and is_suspect(node.where):
                 raise ConfigError(f"{node.where}: {'.'.join(path)}: {trust.ADVICE}")
             return dataclasses.replace(node, value=value)
         # A trusted file may hold the mapping and a record one entry of it.

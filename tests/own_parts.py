@@ -108,3 +108,28 @@ class Brief(RewardPart):
 
 def brief(prompt: str, completion: str, row: dict[str, Any], most: int) -> float:
     return max(0.0, 1 - len(completion) / most)
+
+
+def share_of_words(answer: str, right: tuple[str, ...]) -> float:
+    """A metric: the share of the right answer's words that the answer has."""
+    words = right[0].split()
+    return sum(word in answer.split() for word in words) / len(words)
+
+
+class Lines:
+    """A tracker: a line for each number."""
+
+    def __init__(self, folder: Any, cfg: Any):
+        self._file = (folder / "lines.txt").open("a")
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self._file.writelines(f"{step} {name} {value}\n" for name, value in values.items())
+
+    def texts(self, step: int, name: str, texts: Any) -> None:
+        """Only numbers are kept."""
+
+    def image(self, step: int, name: str, picture: Any) -> None:
+        """Only numbers are kept."""
+
+    def close(self) -> None:
+        self._file.close()

@@ -15,7 +15,11 @@ from maxstack.config import dump, own_kinds, trust
 from maxstack.data.filters import chain
 from maxstack.data.filters.filter import Removed
 from maxstack.errors import ConfigError
+from maxstack.evals.task import Question
+from maxstack.evals.task_files import open_tasks
+from maxstack.evals.task_metrics import results, values
 from maxstack.optim import build
+from maxstack.report.trackers import Trackers, check_installed
 
 MIXER = {"kind": "my_parts:ScaledAttention", "heads": 4, "head_dim": 8}
 RUN = {
@@ -166,3 +170,35 @@ def test_steps_of_documents_and_transforms_do_what_they_say(folder):
     updates, _ = tx.update(weights, tx.init(weights), weights, value=0.0, grad=weights)
     for leaf in jax.tree.leaves(jax.tree.map(lambda leaf: leaf + 0.003, updates)):
         assert float(abs(leaf).max()) < 1e-9
+
+
+def test_a_metric_of_a_task_is_a_function(folder):
+    task = {
+        "task": "words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "rows.jsonl"}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{a}}",
+        "doc_to_target": "{{b}}",
+        "metric_list": [{"metric": "my_parts:share_of_words"}],
+    }
+    (folder / "words.yaml").write_text(yaml.safe_dump(task))
+    (folder / "rows.jsonl").write_text('{"a": "1", "b": "one two"}\n' * 2)
+    (opened,) = open_tasks(["words.yaml"])
+    question = Question({}, text="1", right=("one two",))
+    found = [values(opened, question, answer) for answer in ("two", "one two")]
+    assert found == [{"share_of_words": 0.5}, {"share_of_words": 1.0}]
+    assert results(opened, [question] * 2, found)["share_of_words"] == 0.75
+
+
+def test_a_tracker_is_a_class(folder):
+    cfg = maxstack.load("run.yml", "run.trackers=[my_parts:Lines]")
+    check_installed(cfg.run.trackers)
+    (folder / "run").mkdir()
+    trackers = Trackers(folder / "run", cfg)
+    trackers.add("scalars", 3, {"loss": 0.5})
+    trackers.close()
+    assert (folder / "run" / "lines.txt").read_text() == "3 loss 0.5\n"
+    with pytest.raises(ConfigError, match="run.trackers: my_parts has no Line; did you mean Lines"):
+        check_installed(["my_parts:Line"])

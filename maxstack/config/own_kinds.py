@@ -27,6 +27,8 @@ GROUP = "maxstack.kinds"
 """Entry points of packages whose names stand for kinds."""
 NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 Base = TypeVar("Base", bound="Kind")
+OwnName = Annotated[str, pydantic.Field(pattern=rf"^{NAME.pattern}$")]
+"""A name of code."""
 _FOUND: dict[str, type["Kind"]] = {}
 _LOCK = threading.Lock()
 
@@ -114,9 +116,9 @@ def with_full_names(tree: Node, known: Mapping[str, str] | None = None) -> Node:
     return dataclasses.replace(tree, value=entries) if entries != (tree.mapping or {}) else tree
 
 
-def resolve(name: str, base: type) -> Any:
+def resolve(name: str, base: type | None = None) -> Any:
     """What module:Name stands for, in the working folder or an installed package. ConfigError where
-    it cannot be imported, or is no class derived from `base`."""
+    it cannot be imported, or, with `base`, is no class derived from it."""
     # At the end, so that no file of the folder shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -134,7 +136,7 @@ def resolve(name: str, base: type) -> Any:
             if missing
             else f"importing {module} failed with {why}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if base and not (isinstance(found, type) and issubclass(found, base)):
         there = [
             each.__name__
             for each in vars(sys.modules[module]).values()

@@ -6,12 +6,14 @@ are s / sqrt(n) with the sample's deviation s; those of functions of a mean foll
 derivative; those of ratios by their residuals (Cochran 1977, Sampling Techniques, 6.4).
 """
 
+import functools
 import math
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from maxstack.config.own_kinds import is_own, last_name, resolve
 from maxstack.errors import ConfigError, DataError
 from maxstack.evals.task import Likelihood, Question, Task
 from maxstack.schema.tasks import METRICS, FilterConfig, FilterStep, GroupConfig, MetricConfig
@@ -35,8 +37,11 @@ def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
             # Each list of filters gives a metric of its own, from the same answer.
             filtered = _filter(kept, answer)
             for each in metrics:
-                right = any(_matches_exactly(each, filtered, other) for other in question.right)
-                found[_name(each.metric, kept.name)] = float(right)
+                if is_own(each.metric):
+                    value = _own(each.metric)(filtered, question.right)
+                else:
+                    value = any(_matches_exactly(each, filtered, other) for other in question.right)
+                found[_name(each.metric, kept.name)] = float(value)
         return found
     of: dict[str, Any]
     if task.cfg.output_type == "loglikelihood":
@@ -117,7 +122,7 @@ def results(
         # Ratios of totals, such as bits per byte, have no value over nothing.
         if isinstance(items[0], tuple) and not sum(size for _, size in items):
             raise DataError(f"task {task.name}: all its texts are empty")
-        kind = METRICS[task.cfg.output_type][metric.partition(",")[0]]
+        kind = METRICS[task.cfg.output_type].get(metric.partition(",")[0], "mean")
         found[metric], error = _aggregate(kind, items)
         if len(items) > 1:
             found[error_of(metric)] = error
@@ -183,7 +188,15 @@ def _aggregates(
 
 def _name(metric: str, kept: str) -> str:
     """Return the name of a metric after a filter."""
+    metric = last_name(metric)
     return metric if kept == "none" else f"{metric},{kept}"
+
+
+@functools.cache
+def _own(metric: str) -> Callable[[str, Sequence[str]], float]:
+    """The function of a metric of one's own. ConfigError where it cannot be imported."""
+    found: Callable[[str, Sequence[str]], float] = resolve(metric)
+    return found
 
 
 def _is_share(metric: str) -> bool:

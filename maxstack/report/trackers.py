@@ -27,6 +27,7 @@ import numpy as np
 
 from maxstack import config, strict_json
 from maxstack.config import atomic
+from maxstack.config.own_kinds import is_own, resolve
 from maxstack.errors import ConfigError, installing, shortened
 from maxstack.report.append import Appender
 
@@ -380,7 +381,7 @@ class Trackers:
         for name in dict.fromkeys(cfg.run.trackers):
             known = name in kept.get("started", ())
             # In its thread: MLflow takes 3.2 s to start with a new database, wandb 0.9 s.
-            feeder = _Feeder(name, functools.partial(TRACKERS[name][1], folder, cfg), known)
+            feeder = _Feeder(name, functools.partial(tracker_class(name), folder, cfg), known)
             # Only the first start waits: a mistake in it should stop a new run. A resumed run must
             # not fail because a server is away.
             if not known:
@@ -427,9 +428,21 @@ def _tell(name: str, why: Exception | str) -> None:
     )
 
 
+def tracker_class(name: str) -> type[Tracker]:
+    """The class of a tracker. ConfigError where one of one's own cannot be imported."""
+    try:
+        found: type[Tracker] = resolve(name) if is_own(name) else TRACKERS[name][1]
+        return found
+    except ConfigError as error:
+        raise ConfigError(f"run.trackers: {error}") from error
+
+
 def check_installed(names: Sequence[str]) -> None:
     """ConfigError if the package of a tracker is not installed."""
     for name in names:
+        if is_own(name):
+            tracker_class(name)
+            continue
         package = TRACKERS[name][0]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(

@@ -21,7 +21,7 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
-from maxstack.config.own_kinds import Open
+from maxstack.config.own_kinds import Open, OwnName
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
@@ -68,9 +68,12 @@ class RunConfig(Section):
     shared by all."""
     virtual_devices: CountInt | None = None
     """Split the CPU into this many devices, to try out a mesh; null: the real devices."""
-    trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
+    trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"] | OwnName] = (
+        "tensorboard",
+    )
     """Trackers that receive metrics, texts and images in addition to metrics.jsonl; each writes to
-    the run's folder unless its own environment variables say otherwise (docs/REPORT.md)."""
+    the run's folder unless its own environment variables say otherwise (docs/REPORT.md).
+    module:Class: a tracker of your own (docs/EXTENDING.md)."""
     kinds: Names = Field(default_factory=NameMap)
     """Kinds of your own (`kind: module:Name`) that the run uses, and the version and hash of their
     code; whatever you set is replaced (docs/EXTENDING.md)."""

@@ -13,6 +13,7 @@ from maxstack.config import (
     Regex,
     Section,
 )
+from maxstack.config.own_kinds import is_own
 from maxstack.schema.sampling import Temperature, TopK, TopP
 
 OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
@@ -46,7 +47,8 @@ class MetricConfig(Section):
     """acc: the choice with the highest log-probability is correct, or for loglikelihood, greedy
     decoding gives the target; the same with log-probabilities divided by the choice's length:
     acc_norm in characters, acc_bytes in bytes, acc_tokens in tokens; exact_match; perplexity,
-    word_perplexity, byte_perplexity, bits_per_byte."""
+    word_perplexity, byte_perplexity, bits_per_byte; for generate_until also module:function, which
+    maps (answer, right answers) to a number (docs/EXTENDING.md)."""
     aggregation: str | None = None
     """How values are aggregated over documents; null: the metric's own aggregation."""
     higher_is_better: bool | None = None
@@ -180,6 +182,8 @@ class TaskConfig(Section):
         known = METRICS[self.output_type]
         for i, each in enumerate(self.metric_list):
             where = f"metric_list.{i}"
+            if is_own(each.metric) and self.output_type == "generate_until":
+                continue
             if each.metric not in known:
                 yield (
                     f"{where}.metric",
