@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from maxstack.errors import ConfigError, DataError
     from maxstack.library import Model, dataset, evaluate, model
     from maxstack.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
+    from maxstack.plan.report import Plan
     from maxstack.run import Run, assemble
     from maxstack.schema.config import Config
     from maxstack.train import Trained
 
     # Checkers of types would take these for modules.
     def load(config: str | Path | dict[str, Any], *overrides: str) -> Config: ...
+    def plan(
+        config: Config | str | Path, topology: str = "here", *, exact: bool = False
+    ) -> Plan: ...
     def train(
         config: Config | str | Path | dict[str, Any],
         *,
@@ -49,6 +53,7 @@ _PLACES = {
     "import_folder": "maxstack.convert",
     "load": "maxstack",
     "model": "maxstack.library",
+    "plan": "maxstack",
     "train": "maxstack",
 }
 __all__ = [
@@ -71,6 +76,7 @@ __all__ = [
     "import_folder",
     "load",
     "model",
+    "plan",
     "train",
 ]
 
@@ -88,6 +94,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _plan(config: "Config | str | Path", topology: str = "here", *, exact: bool = False) -> "Plan":
+    """Compile a run's step for hardware that need not be here, such as v5p:8x8x16 or h100:32x8
+    (hosts x GPUs per host) -> what it needs and sends, and a bound on its speed: `fits`, `json()`,
+    and a report as its text. `exact`: with full optimization, as training does. ConfigError where
+    it cannot."""
+    from maxstack import library
+
+    return library.plan(config, topology, exact=exact)
 
 
 def _call(module: str, function: Callable[..., Any]) -> None:

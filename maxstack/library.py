@@ -1,6 +1,8 @@
 """Functions of docs/PYTHON.md that open a trained model, its data or its figures in a script."""
 
 import contextlib
+import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +11,9 @@ from maxstack.errors import ConfigError
 if TYPE_CHECKING:
     from maxstack.data.dataset import Batches
     from maxstack.data.tokenizers import Tokenizer
+    from maxstack.plan.report import Plan
+    from maxstack.plan.topology import Topology
+    from maxstack.rollouts.capacity import Lengths
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
@@ -72,3 +77,77 @@ def evaluate(run: str | Path, *overrides: str) -> dict[str, float]:
         evaluation = startup.evaluator(assembled, *silent, startup.frozen_weights(assembled), maker)
         assert evaluation
         return evaluation.figures(0, read_weights(str(run), assembled, own))
+
+
+def plan(config: "Config | str | Path", topology: str = "here", *, exact: bool = False) -> "Plan":
+    """`maxstack.plan`."""
+    import maxstack
+    from maxstack.hardware import devices
+    from maxstack.plan import topology as topologies
+    from maxstack.rollouts.capacity import Lengths
+
+    name = str(config) if isinstance(config, str | Path) else "the run"
+    elsewhere = [] if topology == "here" else ["run.virtual_devices=null"]
+    loaded = config if isinstance(config, maxstack.Config) else maxstack.load(config, *elsewhere)
+    cfg = largest_stage(loaded)
+    devices.environment(cfg.run.virtual_devices)
+    lengths = Lengths.of(cfg, None, None) if cfg.rollout else None
+    return plan_apart(name, cfg, topologies.parse(topology), exact, lengths)
+
+
+def largest_stage(cfg: "Config") -> "Config":
+    """Return the configuration of the stage with the most tokens per step, if there are stages."""
+    if not cfg.train.stages:
+        return cfg
+    shapes = cfg.stages.shapes
+    rows, length = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    listed = ", ".join(f"{rows:,} x {length:,}" for rows, length in shapes)
+    print(
+        f"train.stages: training compiles steps of {len(shapes)} shapes, {listed}; this is the "
+        f"plan of {rows:,} x {length:,}",
+        flush=True,
+    )
+    return cfg.of_shape(rows, length)
+
+
+def plan_apart(
+    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
+) -> "Plan":
+    """Run `_make` in a process of its own, since a compiler may abort, and does not give back its
+    memory. If it aborts, run it again with full optimization."""
+    import concurrent.futures
+    import multiprocessing
+
+    from maxstack.plan import step
+
+    step.check_mesh(cfg, topology)
+    if topology.name == "here":  # accelerators belong to one process
+        return _make(name, cfg, topology, exact, lengths)
+    spawn = multiprocessing.get_context("spawn")
+    for effort in dict.fromkeys((exact, True)):
+        try:
+            with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+                return pool.submit(_make, name, cfg, topology, effort, lengths).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            again = "" if effort else "; retrying with full optimization"
+            print(f"the compiler aborted{again}", file=sys.stderr, flush=True)
+    raise ConfigError(
+        f"--topology {topology.name}: the compiler aborts on this program, by a bug of its own or "
+        "for lack of memory on this machine; try another mesh or remat policy"
+    )
+
+
+def _make(
+    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
+) -> "Plan":
+    from maxstack.plan import report, step
+
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        compiled = step.compile_step(cfg, topology, exact=exact, dump=dump)
+        plan = report.read(name, cfg, topology, compiled, dump)
+    if lengths is None:
+        return plan
+    from maxstack.rollouts.capacity import with_rollouts
+
+    return with_rollouts(plan, compiled.run, topology, lengths)

@@ -40,6 +40,7 @@ SIGNATURES = {
     "import_folder": "(folder, out, *overrides, dtype=None, allow_nonfinite=False)",
     "load": "(config, *overrides)",
     "model": "(name, *overrides)",
+    "plan": "(config, topology='here', *, exact=False)",
     "train": "(config, *, callbacks=(), force_config=())",
 }
 

@@ -2,10 +2,8 @@
 be, without the hardware."""
 
 import sys
-import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxstack.command import (
@@ -25,7 +23,6 @@ from maxstack.report.table import table
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan
     from maxstack.plan.topology import Topology
-    from maxstack.rollouts.capacity import Lengths
     from maxstack.schema.config import Config
 
 RANKED = 10
@@ -141,7 +138,9 @@ def main(args: Namespace) -> int:
         return _serve(args)
     cfg = configured(args)
     _check_options(args, cfg)
-    cfg = _largest(cfg)
+    from maxstack.library import largest_stage
+
+    cfg = largest_stage(cfg)
     topology = topology_of(args, cfg)
     from maxstack.plan import report
 
@@ -210,21 +209,6 @@ def configured(args: Namespace) -> "Config":
     return load(args.config, [*args.overrides, *elsewhere])
 
 
-def _largest(cfg: "Config") -> "Config":
-    """Return the configuration of the stage with the most tokens per step, if there are stages."""
-    if not cfg.train.stages:
-        return cfg
-    shapes = cfg.stages.shapes
-    rows, length = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
-    listed = ", ".join(f"{rows:,} x {length:,}" for rows, length in shapes)
-    print(
-        f"train.stages: training compiles steps of {len(shapes)} shapes, {listed}; this is the "
-        f"plan of {rows:,} x {length:,}",
-        flush=True,
-    )
-    return cfg.of_shape(rows, length)
-
-
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":
     """Return the hardware that --topology names. From here on jax may be imported."""
     from maxstack.hardware import devices
@@ -258,6 +242,7 @@ def _serve(args: Namespace) -> int:
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
     """Return the configuration that the arguments ask for, and its plan."""
+    from maxstack.library import plan_apart
     from maxstack.plan import search
 
     lengths = None
@@ -267,7 +252,7 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
         lengths = Lengths.of(cfg, args.length, args.prompt)
 
     def make(each: "Config") -> "Plan":
-        return _in_subprocess(args.config, each, topology, args.exact, lengths)
+        return plan_apart(args.config, each, topology, args.exact, lengths)
 
     if args.batch:
         return search.largest_batch(cfg, topology, make)
@@ -282,49 +267,6 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
         rows.append((speed, f"{plan.needed / 2**30:.2f} GiB", candidate.label, note))
     print(table("rrll", rows))
     return ranked[0][0].cfg, ranked[0][1]
-
-
-def _in_subprocess(
-    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
-) -> "Plan":
-    """Run `_make` in a process of its own, since a compiler may abort, and does not give back its
-    memory. If it aborts, run it again with full optimization."""
-    import concurrent.futures
-    import multiprocessing
-
-    from maxstack.plan import step
-
-    step.check_mesh(cfg, topology)
-    if topology.name == "here":  # accelerators belong to one process
-        return _make(name, cfg, topology, exact, lengths)
-    spawn = multiprocessing.get_context("spawn")
-    for effort in dict.fromkeys((exact, True)):
-        try:
-            with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-                return pool.submit(_make, name, cfg, topology, effort, lengths).result()
-        except concurrent.futures.process.BrokenProcessPool:
-            again = "" if effort else "; retrying with full optimization"
-            print(f"the compiler aborted{again}", file=sys.stderr, flush=True)
-    raise ConfigError(
-        f"--topology {topology.name}: the compiler aborts on this program, by a bug of its own or "
-        "for lack of memory on this machine; try another mesh or remat policy"
-    )
-
-
-def _make(
-    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
-) -> "Plan":
-    from maxstack.plan import report, step
-
-    with tempfile.TemporaryDirectory() as folder:
-        dump = Path(folder)
-        compiled = step.compile_step(cfg, topology, exact=exact, dump=dump)
-        plan = report.read(name, cfg, topology, compiled, dump)
-    if lengths is None:
-        return plan
-    from maxstack.rollouts.capacity import with_rollouts
-
-    return with_rollouts(plan, compiled.run, topology, lengths)
 
 
 def _save(cfg: "Config", topology: "Topology", path: str) -> int:

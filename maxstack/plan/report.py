@@ -96,6 +96,9 @@ class Plan:
         flops = getattr(_total(self.flops), kind)
         return flops / (self.roofline.seconds * self.peak * self.devices)
 
+    def __str__(self) -> str:
+        return text(self)
+
     def json(self) -> dict[str, Any]:
         """Return every value as plain data."""
         figures = dataclasses.asdict(self) | {
