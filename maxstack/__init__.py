@@ -101,9 +101,9 @@ def _plan(config: "Config | str | Path", topology: str = "here", *, exact: bool 
     (hosts x GPUs per host) -> what it needs and sends, and a bound on its speed: `fits`, `json()`,
     and a report as its text. `exact`: with full optimization, as training does. ConfigError where
     it cannot."""
-    from maxstack import library
-
-    return library.plan(config, topology, exact=exact)
+    # Not by `import`: library.py imports modules that import this one.
+    planned: Plan = importlib.import_module("maxstack.library").plan(config, topology, exact=exact)
+    return planned
 
 
 def _call(module: str, function: Callable[..., Any]) -> None:

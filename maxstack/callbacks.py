@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class Training:
         """Why a callback asked for the end, or ""."""
         self.asks_save = False
         """Whether a callback asked for a checkpoint."""
+        self.names = set[str]()
+        """Names of the run's own figures."""
         self._run = run
         self._state = state
         self._writer = writer
@@ -48,6 +51,8 @@ class Training:
     def log(self, **values: float | Sequence[str]) -> None:
         """Write numbers, or lists of texts, of this step to metrics.jsonl and trackers. ConfigError
         for anything else."""
+        if taken := sorted(values.keys() & {"step", *self.names}):
+            raise ConfigError(f"log({taken[0]}=...): is a figure of the run itself; name it anew")
         row: dict[str, Any] = {}
         for name, value in values.items():
             try:
@@ -92,6 +97,18 @@ class Callback:
         """After the last step, or where the run leaves; not after an error."""
 
 
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """ConfigError for what is no callback, or would never be called."""
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            raise ConfigError(f"callbacks: {each!r} is not made from a class derived from Callback")
+        for name in {name for name in dir(each) if name.startswith("on_")} - {*dir(Callback)}:
+            raise ConfigError(
+                f"callbacks: {type(each).__name__}.{name} is never called"
+                f"{did_you_mean(name, [each for each in dir(Callback) if each[:3] == 'on_'])}"
+            )
+
+
 class Callbacks:
     """The callbacks of a run. One that raises ends the run, named, or is dropped
     (train.callback_failure)."""
@@ -108,6 +125,8 @@ class Callbacks:
         if training is None:
             return
         training.step = training.step if step is None else step
+        if event in ("step", "evaluation"):
+            training.names |= {*arguments[0]}
         for callback in [*self._callbacks]:
             try:
                 getattr(callback, f"on_{event}")(training, *arguments)

@@ -24,7 +24,7 @@ from maxstack.callbacks import Callback, Callbacks, Training
 from maxstack.checks import Checks
 from maxstack.cluster.exit_codes import RETRY
 from maxstack.compiled_steps import CompiledStep, CompiledSteps
-from maxstack.errors import DataEnded, TransientError
+from maxstack.errors import DataEnded, DataError, TransientError
 from maxstack.evals.evaluation import Evaluation, StopEarly
 from maxstack.faults.policy import NOT_FINITE, Policy, Rewind, describe_refusal
 from maxstack.faults.preemption import CutShort, Preemption
@@ -284,6 +284,14 @@ class Loop:
             raise
         for line in self._feed.skipped():
             self._log.warn(line)
+        if self._cfg.run.kinds and "tokens" in batch and self._cfg.model.tokens is None:
+            # Sources of one's own may give any numbers, and a lookup would clip them.
+            low, high = int(batch["tokens"].min()), int(batch["tokens"].max())
+            if low < 0 or high >= self._cfg.decoder.vocab:
+                raise DataError(
+                    f"step {self._step}: a batch holds tokens from {low} to {high}, and "
+                    f"model.vocab={self._cfg.decoder.vocab}; a source gives other ids"
+                )
         return batch
 
     def _update(self, batch: dict[str, np.ndarray]) -> Rewind | None:

@@ -39,6 +39,7 @@ GRACE = 5.0
 """Seconds that a process has to end after an error."""
 TRACKERS_GRACE = 1.0
 """The same after a run in which a tracker failed."""
+_TRAINS = threading.Lock()
 _is_program = False
 """Whether this process ends with its run."""
 
@@ -161,8 +162,16 @@ def train(
     end, saves, and returns; a second one is a KeyboardInterrupt at once. `force_config`: keys that
     may have changed since the checkpoint. ConfigError and DataError as on the command line."""
     from maxstack import elastic
+    from maxstack.callbacks import check_callbacks
 
+    check_callbacks(callbacks)
     cfg = config if isinstance(config, maxstack.Config) else maxstack.load(config)
+    # Signals, the watchdog and Orbax's saves belong to the process.
+    if not _TRAINS.acquire(blocking=False):
+        raise ConfigError(
+            "a run is training in this process already; start this one when it has ended, or in a "
+            "process of its own"
+        )
     why = ""
 
     def once(cfg: "Config", left: Sequence[Any] | None) -> int:
@@ -171,7 +180,10 @@ def train(
             code, why = _run(cfg, ending, force_config, left, callbacks)
             return code
 
-    code = elastic.train(cfg, once)
+    try:
+        code = elastic.train(cfg, once)
+    finally:
+        _TRAINS.release()
     return Trained(Path(cfg.run.output_dir) / cfg.run.name, not code, why)
 
 

@@ -14,7 +14,7 @@ import maxstack
 from maxstack.config import dump, own_kinds, trust
 from maxstack.data.filters import chain
 from maxstack.data.filters.filter import Removed
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, DataError
 from maxstack.evals.task import Question
 from maxstack.evals.task_files import open_tasks
 from maxstack.evals.task_metrics import results, values
@@ -149,6 +149,7 @@ def test_a_cell_that_runs_again_replaces_the_kind(monkeypatch):
     cell = types.ModuleType("cell")
     monkeypatch.setitem(sys.modules, "cell", cell)
     code = "from maxstack.parts import SourcePart\nclass Own(SourcePart):\n    DOCUMENTS = 'D'\n"
+    code = f"class D: ...\n{code}"
     for key in ("first", "second"):
         exec(f"{code}    {key}: int = 1\n", vars(cell))  # noqa: S102
         source = f"data.sources=[{{kind: cell:Own, {key}: 2}}]"
@@ -202,3 +203,51 @@ def test_a_tracker_is_a_class(folder):
     assert (folder / "run" / "lines.txt").read_text() == "3 loss 0.5\n"
     with pytest.raises(ConfigError, match="run.trackers: my_parts has no Line; did you mean Lines"):
         check_installed(["my_parts:Line"])
+
+
+LAYERS = {
+    "[:, -1:]": r"kind broken:Part: its layer returned \(8, 1, 32\) for an input of \(8, 32, 32\)",
+    "[0] and None": "its layer returned NoneType for an input of",
+}
+
+
+@pytest.mark.parametrize("end", LAYERS)
+def test_a_layer_that_returns_another_shape_is_refused(end, folder):
+    (folder / "broken.py").write_text(
+        "from my_parts import Scaled, ScaledAttention\n"
+        "class Part(ScaledAttention):\n    LAYER = 'Layer'\n"
+        f"class Layer(Scaled):\n    def __call__(self, x, context):\n"
+        f"        return {'None' if 'None' in end else 'super().__call__(x, context)' + end}\n"
+    )
+    mixer = "{kind: broken:Part, heads: 4, head_dim: 8}"
+    cfg = maxstack.load("run.yml", f"model.blocks.block.mixer={mixer}", "mesh={data: -1, fsdp: 1}")
+    with pytest.raises(ConfigError, match=LAYERS[end]):
+        maxstack.assemble(cfg).lower()
+    sys.modules.pop("broken")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("class Part(MixerPart):\n    pass", "broken:Part: declares no LAYER"),
+        ("class Part(MixerPart):\n    LAYER = 'Convv'\nclass Conv: pass", "did you mean Conv"),
+    ],
+)
+def test_a_section_without_its_class_is_refused(body, said, folder):
+    (folder / "broken.py").write_text(f"from maxstack.parts import MixerPart\n{body}\n")
+    with pytest.raises(ConfigError, match=said):
+        maxstack.load("run.yml", f"{KIND}=broken:Part")
+    sys.modules.pop("broken")
+
+
+def test_tokens_of_another_vocabulary_are_refused(folder):
+    (folder / "broken.py").write_text(
+        "import numpy as np\nfrom my_parts import SumDocuments, Sums\n"
+        "class Part(Sums):\n    DOCUMENTS = 'Ids'\n"
+        "class Ids(SumDocuments):\n    def __getitem__(self, index):\n"
+        "        return np.full(40, 264, np.int32)\n"
+    )
+    cfg = maxstack.load("run.yml", "data.sources=[{kind: broken:Part}]", "train.steps=2")
+    with pytest.raises(DataError, match=r"batch holds tokens from \d+ to \d+, and model.vocab=264"):
+        maxstack.train(cfg)
+    sys.modules.pop("broken")

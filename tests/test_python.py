@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import documents
 import pydantic
@@ -319,6 +318,8 @@ def test_what_a_callback_cannot_do_says_so(tiny, tmp_path):
     def odd(training):
         with pytest.raises(maxstack.ConfigError, match="wanted a number or a list of texts"):
             training.log(shape=object())
+        with pytest.raises(maxstack.ConfigError, match="is a figure of the run itself"):
+            training.log(loss=3.0)
         with pytest.raises(maxstack.ConfigError, match="checkpoint.every=0"):
             training.save()
 
@@ -326,10 +327,21 @@ def test_what_a_callback_cannot_do_says_so(tiny, tmp_path):
     assert maxstack.train(cfg, callbacks=[Told(2, odd)]).finished
 
 
-def test_runs_in_two_threads_do_not_disturb_each_other(tmp_path):
-    def run(name):
-        return losses(maxstack.train(maxstack.load(TINY, f"run.output_dir={tmp_path / name}")))
+def test_a_second_run_beside_the_first_is_refused(tiny, tmp_path):
+    def another(training):
+        with pytest.raises(maxstack.ConfigError, match="a run is training in this process already"):
+            maxstack.train(maxstack.load(TINY, f"run.output_dir={tmp_path / 'other'}"))
 
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, "ab")
-    assert first == second == run("c") and len(first) == 8
+    assert maxstack.train(tiny, callbacks=[Told(2, another)]).finished
+
+
+def test_what_would_never_be_called_is_refused(tiny):
+    class Odd(maxstack.Callback):
+        def on_steps(self, training, row): ...
+
+    with pytest.raises(
+        maxstack.ConfigError, match="on_steps is never called; did you mean on_step"
+    ):
+        maxstack.train(tiny, callbacks=[Odd()])
+    with pytest.raises(maxstack.ConfigError, match="is not made from a class derived from"):
+        maxstack.train(tiny, callbacks=[Odd])

@@ -77,6 +77,16 @@ def joined(base: type[Base]) -> list[type[Base]]:
     return [each for each in _FOUND.values() if issubclass(each, base)]
 
 
+def _check_places(name: str, kind: type[Kind]) -> None:
+    """ConfigError where a section does not say what it is the section of."""
+    for key in kind.PLACES:
+        place = getattr(kind, key, "")
+        if not place:
+            raise ConfigError(f"{name}: declares no {key} (docs/EXTENDING.md)")
+        if place.partition(":")[0] == kind.__module__:
+            resolve(place)
+
+
 def imported(name: str, base: type[Base]) -> type[Base] | None:
     """The user's section `name`, where a configuration has imported it, in this process or in the
     one that this one works for; None for others."""
@@ -93,6 +103,7 @@ def import_kinds(tree: Node) -> Node:
         name = str(node.value)
         try:
             found[name] = resolve(name, Kind)
+            _check_places(name, found[name])
         except ConfigError as error:
             raise ConfigError(f"{node.where}: {key}: {error}") from error
     with _LOCK:

@@ -240,7 +240,8 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
     documents.record = cfg.record
     if not len(documents):
         files = f" ({', '.join(cfg.files)})" if isinstance(cfg, Files) else ""
-        raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
+        empty = "; every file is empty" if files else ""
+        raise DataError(f"source {documents.name}{files}: no document in it{empty}")
     # No hash of millions of documents if nothing is held out.
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents

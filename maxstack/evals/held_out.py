@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+from maxstack.config.own_kinds import is_own
 from maxstack.data.feed import Feed
 from maxstack.data.sources import check_classes, open_sources
 from maxstack.errors import DataError
@@ -68,6 +69,8 @@ class Evaluator:
         # more.
         loss = total["nll"] / total["weight"]
         self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] > 0 else None
+        if is_own(self._run.cfg.objective.kind):  # whose loss may be more than a likelihood
+            self._bits = None
         # Shards without sizes give NaN bytes rather than a wrong number.
         if math.isnan(total["bytes"]):
             self._log.warn(

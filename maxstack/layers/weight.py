@@ -44,10 +44,12 @@ def weight(
     `contract` dimensions. A weight that is trained `beside_adapters` gets no adapter, and is not
     frozen where other weights have them.
     """
-    assert len(shape) == len(axes.split()), (shape, axes)
+    # Not split(): the axis without a name is "".
+    names = tuple(axes.split(" ")) if shape else ()
+    assert len(shape) == len(names), (shape, axes)
     return nnx.Param(
         jnp.full(shape, fill, jnp.dtype(dtype)),
-        axes=tuple(axes.split()),
+        axes=names,
         std=std,
         fill=fill,
         carried=carried,

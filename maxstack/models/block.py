@@ -9,11 +9,12 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from maxstack.errors import ConfigError
 from maxstack.kernels.backends import config_scope
 from maxstack.layers.attention import Attention
 from maxstack.layers.condition import Condition
 from maxstack.layers.context import Context
-from maxstack.layers.layer import layer_of
+from maxstack.layers.layer import Layer, layer_of
 from maxstack.layers.mlp import ACTIVATIONS
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
@@ -81,6 +82,7 @@ class Block(nnx.Module):
             before, after = self._modulations(context)
         with context.draw_with_keys(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(before.modulate(_apply(self.mixer_norm, x_BTD)), context)
+        _check(self.mixer, mixed_BTD, x_BTD)
         mixed_BTD = _scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
         # Gated last, so that a gate of zero, with which
         # training begins, makes the block the identity.
@@ -89,6 +91,7 @@ class Block(nnx.Module):
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
         with context.draw_with_keys(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(after.modulate(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
+        _check(self.mlp, out_BTD, x_BTD)
         out_BTD = after.gate_output(_scale(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
         x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
@@ -119,6 +122,18 @@ class Block(nnx.Module):
         assert isinstance(self.mixer, Attention)
         with context.draw_with_keys():
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
+
+
+def _check(layer: Layer, given: Any, x_BTD: Array) -> None:
+    """ConfigError where a layer returns another shape than it takes: one of one's own might, and
+    broadcasting would hide it."""
+    if getattr(given, "shape", None) != x_BTD.shape:
+        found = getattr(given, "shape", type(given).__name__)
+        kind = vars(layer.cfg)["kind"]
+        raise ConfigError(
+            f"kind {kind}: its layer returned {found} for an input of {x_BTD.shape}; both are "
+            "[batch, time, embed]"
+        )
 
 
 class Modulation(NamedTuple):

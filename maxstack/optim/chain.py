@@ -164,9 +164,12 @@ def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
     name = item.signature.name
     arguments = {key: _value(item, key, scope) for key in item.arguments} | _implied(item, scope)
     if item.section:
-        own: GradientTransformation = pkgutil.resolve_name(item.signature.package)(
-            section=item.section, **arguments
-        )
+        own = pkgutil.resolve_name(item.signature.package)(section=item.section, **arguments)
+        if not isinstance(own, GradientTransformation):
+            raise ConfigError(
+                f"optimizer.{item.key}: {item.signature.package} returned a {type(own).__name__}, "
+                "wanted an optax.GradientTransformation"
+            )
         return own
     package = optax.contrib if item.signature.package == "optax.contrib" else optax
     try:
