@@ -18,9 +18,9 @@ import tokenizers
 from flax import nnx
 from tokenizer_files import of_words
 
-from maxstack import cli, config, starting_weights, startup, train
+from maxstack import cli, config, convert, starting_weights, startup, train
 from maxstack.checkpoint.weights import WeightsReader
-from maxstack.commands import convert
+from maxstack.commands import convert as commands
 from maxstack.compiled_steps import CompiledSteps
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.export import export
@@ -326,10 +326,10 @@ def test_a_token_to_copy_that_the_folder_has_not_is_refused(here):
 def test_the_advice_about_a_tokenizer_with_further_tokens_is_taken_by_import_and_run(here, capsys):
     words = [f"<{number}>" for number in range(130)]
     of_words(words, "<0>").save("runs/llama/tokenizer.json")
-    assert cli.run(convert.import_model, ["runs/llama", "--out", "runs/a"]) == 2
+    assert cli.run(commands.import_model, ["runs/llama", "--out", "runs/a"]) == 2
     (advice,) = re.findall("set (model.vocab) to at least (130)", capsys.readouterr().err)
     override = "=".join(advice)
-    assert cli.run(convert.import_model, ["runs/llama", override, "--out", "runs/a"]) == 0
+    assert cli.run(commands.import_model, ["runs/llama", override, "--out", "runs/a"]) == 0
     table = np.asarray(WeightsReader(Path("runs/a")).read("embed"))
     np.testing.assert_allclose(table[128:], np.stack([table[:128].mean(0)] * 2), atol=1e-7)
     longer = load("runs/mine.yml", ["model.from=runs/a", "model.vocab=132"])
