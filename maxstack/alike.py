@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from maxstack.config.own_kinds import is_own
 from maxstack.data.files import match_files
 from maxstack.errors import DataError
 from maxstack.schema.data import Files
@@ -31,7 +32,6 @@ SAMPLED = 128
 WHOLE, PIECE = 1 << 20, 1 << 16
 """Bytes of the largest file that is hashed whole, and of each of the three pieces (beginning,
 middle, end) that are hashed of a larger one."""
-CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FREE = re.compile(
     "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"
 )
@@ -85,7 +85,7 @@ def _named(key: str, value: str) -> Iterator[str]:
     must be trusted."""
     # Any text a.b:c looks like a function, and finding the module a.b runs the package a: a
     # source's name in a run's record could run code of the working folder.
-    if key.endswith((".call", ".kind")) and CALL.fullmatch(value):
+    if key.endswith((".call", ".kind")) and is_own(value):
         try:
             found = importlib.util.find_spec(value.partition(":")[0])
         except (ImportError, ValueError):

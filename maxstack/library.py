@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,18 +82,32 @@ def evaluate(run: str | Path, *overrides: str) -> dict[str, float]:
 
 def plan(config: "Config | str | Path", topology: str = "here", *, exact: bool = False) -> "Plan":
     """`maxstack.plan`."""
-    import maxstack
-    from maxstack.hardware import devices
-    from maxstack.plan import topology as topologies
     from maxstack.rollouts.capacity import Lengths
 
-    name = str(config) if isinstance(config, str | Path) else "the run"
-    elsewhere = [] if topology == "here" else ["run.virtual_devices=null"]
-    loaded = config if isinstance(config, maxstack.Config) else maxstack.load(config, *elsewhere)
-    cfg = largest_stage(loaded)
-    devices.environment(cfg.run.virtual_devices)
+    name = "the run"
+    if isinstance(config, str | Path):
+        name, config = str(config), load_for(topology, config)
+    cfg = largest_stage(config)
+    hardware = topology_of(topology, cfg)
     lengths = Lengths.of(cfg, None, None) if cfg.rollout else None
-    return plan_apart(name, cfg, topologies.parse(topology), exact, lengths)
+    return plan_apart(name, cfg, hardware, exact, lengths)
+
+
+def load_for(topology: str, config: str | Path, overrides: Sequence[str] = ()) -> "Config":
+    """Load a configuration, without virtual devices unless the topology is this machine."""
+    from maxstack.load import load
+
+    elsewhere = [] if topology == "here" else ["run.virtual_devices=null"]
+    return load(config, [*overrides, *elsewhere])
+
+
+def topology_of(name: str, cfg: "Config") -> "Topology":
+    """Return the hardware that --topology names. From here on jax may be imported."""
+    from maxstack.hardware import devices
+    from maxstack.plan import topology
+
+    devices.environment(cfg.run.virtual_devices)
+    return topology.parse(name)
 
 
 def largest_stage(cfg: "Config") -> "Config":

@@ -84,7 +84,8 @@ def load_tree(
         faults=faults,
     )
     cfg = _place_in_run(cfg, tree)
-    if (kinds := own_kinds.own_kinds(config.plain_data(cfg))) != cfg.run.kinds:
+    if own_kinds.joined(own_kinds.Kind) or cfg.run.kinds:
+        kinds = own_kinds.own_kinds(config.plain_data(cfg))
         cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"kinds": kinds})})
     return cfg, tree
 

@@ -25,6 +25,7 @@ from engines import SMALL
 from flags import flags
 
 from maxstack import cli, elastic, train
+from maxstack.commands import plan as plan_cli
 from maxstack.data import hub
 from maxstack.models.flops import Count
 from maxstack.plan import report, step
@@ -179,7 +180,7 @@ def ended_early(monkeypatch):
 
     monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)
     monkeypatch.setattr("maxstack.faults.supervisor.run", lambda command, folder, restarts: 0)
-    monkeypatch.setattr("maxstack.library.plan_apart", planned)
+    monkeypatch.setattr(plan_cli, "plan_apart", planned)
     monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
 
 

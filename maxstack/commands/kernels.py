@@ -13,7 +13,8 @@ from maxstack.command import (
     command,
     write_json,
 )
-from maxstack.commands.plan import TOPOLOGY, configured, topology_of
+from maxstack.commands.plan import TOPOLOGY
+from maxstack.library import load_for, topology_of
 from maxstack.report.table import table
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def _of_training(args: argparse.Namespace) -> list["Choice"]:
     from maxstack.hardware import compiling
     from maxstack.plan import step
 
-    cfg = configured(args)
-    topology = topology_of(args, cfg)
+    cfg = load_for(args.topology, args.config, args.overrides)
+    topology = topology_of(args.topology, cfg)
     step.check_mesh(cfg, topology)
     from maxstack import sharding
     from maxstack.run import assemble

@@ -18,6 +18,7 @@ from maxstack.command import (
     write_json,
 )
 from maxstack.errors import ConfigError
+from maxstack.library import largest_stage, load_for, plan_apart, topology_of
 from maxstack.report.table import table
 
 if TYPE_CHECKING:
@@ -136,12 +137,10 @@ def main(args: Namespace) -> int:
     asked = cost.request(args)
     if args.serve:
         return _serve(args)
-    cfg = configured(args)
+    cfg = load_for(args.topology, args.config, args.overrides)
     _check_options(args, cfg)
-    from maxstack.library import largest_stage
-
     cfg = largest_stage(cfg)
-    topology = topology_of(args, cfg)
+    topology = topology_of(args.topology, cfg)
     from maxstack.plan import report
 
     cost.check_chip(asked, topology)
@@ -201,23 +200,6 @@ def _check_options(args: Namespace, cfg: "Config | None" = None) -> None:
         check_writable(f"--{option.replace('_', '-')}", getattr(args, option))
 
 
-def configured(args: Namespace) -> "Config":
-    """Load the configuration, without virtual devices unless the topology is this machine."""
-    from maxstack.load import load
-
-    elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
-    return load(args.config, [*args.overrides, *elsewhere])
-
-
-def topology_of(args: Namespace, cfg: "Config") -> "Topology":
-    """Return the hardware that --topology names. From here on jax may be imported."""
-    from maxstack.hardware import devices
-    from maxstack.plan import topology
-
-    devices.environment(cfg.run.virtual_devices)
-    return topology.parse(args.topology)
-
-
 def _serve(args: Namespace) -> int:
     """Print the capacity of an engine; return 0, since an engine without room is an error."""
     _check_options(args)
@@ -242,7 +224,6 @@ def _serve(args: Namespace) -> int:
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
     """Return the configuration that the arguments ask for, and its plan."""
-    from maxstack.library import plan_apart
     from maxstack.plan import search
 
     lengths = None

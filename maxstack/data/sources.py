@@ -8,9 +8,7 @@ reading all of them once. Files of many documents each: records.py.
 
 import functools
 import json
-import os
 import pkgutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.config.own_kinds import last_name
+from maxstack.config.own_kinds import last_name, resolve
 from maxstack.data.copies import read_file
 from maxstack.data.documents import (
     Documents,
@@ -209,12 +207,10 @@ class GrainDocuments(Documents):
 
 def _resolve_call(call: str) -> Callable[..., Any]:
     """Return what module:function names, of the working folder too, as for `python -m`."""
-    # At the end, so that no file of the folder shadows an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        return pkgutil.resolve_name(call)
-    except (ImportError, AttributeError) as error:
+        function: Callable[..., Any] = resolve(call)
+        return function
+    except ConfigError as error:
         raise DataError(f"data.sources: call: {call}: {error}") from error
 
 

@@ -74,4 +74,5 @@ def test_the_screen_shows_the_command_that_the_script_runs(monkeypatch):
     import plot
 
     assert shown == f"$ {plot.PLAN}"
-    assert plan_cli.configured(plan_cli.main.parse(shlex.split(shown)[3:])).train.batch_size == 256
+    args = plan_cli.main.parse(shlex.split(shown)[3:])
+    assert plan_cli.load_for(args.topology, args.config, args.overrides).train.batch_size == 256
